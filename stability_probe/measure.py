@@ -96,9 +96,10 @@ class Measurements:
         (mean largest weight, same queries), top_key_share (share of those queries whose largest weight
         falls on the same key position: 1 for a sink), baseline_max_logit, baseline_entropy.
     `parameters` (parameter): parameter, kind (the name with the block's index replaced by "*": siblings share
-        it), layer, shape, numel, rms, mean, std, absmax, absmax_index (tuple), second_absmax (largest |x| but one),
-        median, nonfinite, first_nonfinite_index (tuple or None), constant (the value, if all elements are equal, else NaN), norm_gain
-        (True for a norm's weight), qk_gain ("q", "k" or ""), grad_norm, grad_absmax, grad_nonfinite, gap_bf16 (relative gradient error),
+        it), layer, shape, numel, rms, mean, std, absmax, absmax_index (tuple),
+        median_abs (of a strided sample of at most 65 536 elements), median (same sample), outlier_count (elements with |x| > 300 × median_abs),
+        outlier_indices (list of tuples, the largest 16), nonfinite, first_nonfinite_index (tuple or None), constant (the value, if all elements are equal, else NaN), norm_gain
+        (True for a norm's weight), qk_gain ("q", "k" or ""), grad_norm, grad_absmax, grad_nonfinite, gap_bf16 (relative gradient error), baseline_grad_norm,
         update_rms, update_ratio (update rms / weight rms), g2_over_v (sum g² / sum v̂ with g as clipped),
         eps_share (share of elements with √v̂ < 10 ε); the last four NaN without optimizer state.
     `embedding_rows` (token id used by the batch whose row is an outlier, at most 50): parameter, token, norm, median_norm,
