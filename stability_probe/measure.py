@@ -1,4 +1,4 @@
-"""From traces to tables: everything the rules may look at, as data frames and numbers."""
+"""What the rules may look at: data frames and numbers, as `tables.py` makes them from traces."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Measurements:
 
     Scalars and dicts:
         offset_losses: loss when the targets are moved by k positions further into the future than declared,
-            k = −1…3 (0 is as declared; −1 asks position t for its own input token).
+            k = −2…3 (0 is as declared; −1 asks position t for its own input token).
         row_offset_losses: the same by row, [{k: loss}] in row order.
         unigram_entropy: pooled over batch and baseline, nats.
         bad_ids: (row, position, id) outside [0, vocab_size).
