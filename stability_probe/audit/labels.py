@@ -1,0 +1,123 @@
+"""Do the labels belong to the ids? (D13)"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stability_probe.audit.prepare import Ints
+from stability_probe.audit.result import Note, Span
+
+Convention = Literal["auto", "shifted", "unshifted", "absent"]
+SHIFTS = (0, 1, -1, 2, 3, -2)  # the two conventions first: a repetitive row agrees at many shifts, and they win ties
+AGREES = 0.9  # below one: labels that replace a few tokens (noise, masks) are still labels of these ids
+DISAGREES = 0.5
+FEWEST = 8  # labels; fewer agree with a wrong shift by chance
+STRAY_PADS = 2  # the first pad after a document may be its EOS, and is then a right target
+
+
+@dataclass(frozen=True)
+class Shifts:
+    """Share of a row's valid labels that equal the id `shift` positions on, (B, len(SHIFTS)); NaN under 8 labels."""
+
+    agree_BS: NDArray[np.float64]
+
+    def best_B(self) -> NDArray[np.int64]:
+        """The shift that agrees best; ties go to the conventions. −99 where no shift agrees or none can be told."""
+        filled = np.where(np.isnan(self.agree_BS), -1.0, self.agree_BS)
+        best = np.array(SHIFTS)[filled.argmax(axis=1)]
+        return np.where(filled.max(axis=1) >= AGREES, best, -99)
+
+
+def label_shifts(ids_BT: Ints, labels_BT: Ints) -> Shifts:
+    """How well labels[t] equals ids[t + s] for every s of SHIFTS, over labels that are not ignored."""
+    B, T = ids_BT.shape
+    agree = np.full((B, len(SHIFTS)), np.nan)
+    valid = labels_BT >= 0
+    same_kind = ids_BT.astype(np.int64, copy=False)
+    targets = labels_BT.astype(np.int64, copy=False)
+    for column, shift in enumerate(SHIFTS):
+        low, high = max(0, -shift), T - max(0, shift)
+        if high <= low:
+            continue
+        counted = valid[:, low:high]
+        hits = (targets[:, low:high] == same_kind[:, low + shift : high + shift]) & counted
+        totals = counted.sum(axis=1)
+        agree[:, column] = np.where(totals >= FEWEST, hits.sum(axis=1) / np.maximum(totals, 1), np.nan)
+    return Shifts(agree)
+
+
+def usual_shift(best_B: NDArray[np.int64], convention: Convention) -> int:
+    """The shift that the rows should have: as declared, else the convention that most rows follow."""
+    if convention in ("shifted", "unshifted"):
+        return int(convention == "shifted")
+    return int(np.count_nonzero(best_B == 1) > np.count_nonzero(best_B == 0))
+
+
+def shift_note(best: int, agreement: NDArray[np.float64], usual: int, T: int) -> Note | None:
+    """The note on a row whose labels are not where the convention puts them."""
+    where = (Span(0, T, "labels", ""),)
+    names = {0: "the token itself (unshifted)", 1: "the next token (shifted)"}
+    if best == usual or np.isnan(agreement).all():
+        return None
+    if best != -99:
+        right = f"labels[t] is ids[t{best:+d}]" if best else "labels[t] is ids[t]"
+        detail = f"{right} for {agreement[SHIFTS.index(best)]:.0%} of the labels; expected {names[usual]}"
+        return Note("D13", "critical", "label-misalignment", detail, spans=where)
+    if float(np.nanmax(agreement)) < DISAGREES:
+        detail = f"labels agree with the ids at no shift from −2 to 3 (best {np.nanmax(agreement):.0%})"
+        return Note("D13", "high", "label-misalignment", detail, 0.5, where)
+    return None
+
+
+def padding_note(
+    ids: Ints, labels: Ints, kept: NDArray[np.bool_] | None, shift: int, pad_id: int | None, eos_id: int | None
+) -> Note | None:
+    """The note on a row whose padding carries labels (`kept` is False on padding)."""
+    padded = np.zeros(len(ids), np.bool_) if kept is None else ~kept
+    if pad_id is not None:
+        own = int(np.argmax(ids[::-1] != pad_id)) if (ids != pad_id).any() else len(ids)
+        padded[len(ids) - own :] = True
+    # What a label at t predicts sits at t + shift.
+    target_padded = padded[shift:] if shift else padded
+    trained = np.flatnonzero(target_padded & (labels[: len(target_padded)] >= 0)) + shift
+    if len(trained) < STRAY_PADS or (pad_id is not None and pad_id == eos_id and len(trained) <= 1):
+        return None
+    start, end = int(trained[0]), int(trained[-1]) + 1
+    detail = f"{len(trained)} padded positions ({start}–{end}) carry labels and are trained on"
+    return Note(
+        "D13", "critical", "padding-in-loss", detail, spans=(Span(start, end, "padding", "labels not ignored"),)
+    )
+
+
+def eos_note(ids: Ints, labels: Ints, kept: NDArray[np.bool_] | None, shift: int, eos_id: int) -> Note | None:
+    """The note on a row whose documents end in EOS but where EOS is never a target (pad = eos, masked by id).
+
+    Only an EOS inside the content counts, or one that the attention mask shows: the first id of the padding may
+    be the document's EOS or may not, and then nobody can tell.
+    """
+    is_eos = ids == eos_id
+    if kept is not None:
+        is_eos = is_eos & kept
+    ends = np.flatnonzero(is_eos[1:] & ~is_eos[:-1]) + 1
+    ends = ends[ends > shift]
+    # The token before the end must itself be trained on: prompts are masked together with their separators.
+    ends = ends[labels[np.maximum(ends - 1 - shift, 0)] >= 0]
+    if not len(ends) or bool((labels[ends - shift] >= 0).any()):
+        return None
+    detail = f"EOS ends {len(ends)} documents here but is never a target: masked together with padding of the same id"
+    first = int(ends[0])
+    return Note("D13", "critical", "padding-in-loss", detail, spans=(Span(first, first + 1, "eos", "label ignored"),))
+
+
+def inferred_pad(ids_BT: Ints, kept: NDArray[np.bool_] | None) -> int | None:
+    """The id that fills the padding of this batch, where one id does."""
+    if kept is None:
+        return None
+    fills = np.unique(ids_BT[~kept], return_counts=True)
+    if not len(fills[0]) or fills[1].max() < 0.9 * fills[1].sum():
+        return None
+    return int(fills[0][fills[1].argmax()])
