@@ -77,7 +77,8 @@ def _importable(where: str) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.path.remove(folder)
+        with contextlib.suppress(ValueError):  # the code may have taken it out itself
+            sys.path.remove(folder)
 
 
 def _import(where: str) -> ModuleType:

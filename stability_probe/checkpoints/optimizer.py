@@ -1,0 +1,190 @@
+"""Stored optimizer state by parameter name. `state_dict()` numbers the parameters; which number is which is found here.
+
+In order of trust: states keyed by name, `param_names` in the groups, then the orders in which training scripts
+usually hand over their parameters. An order is accepted only when the count and every shape match.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from stability_probe.checkpoints.base import OptimizerGroup, OptimizerState
+from stability_probe.checkpoints.orders import candidate_orders
+from stability_probe.checkpoints.safe import InertObject
+from stability_probe.checkpoints.tensors import canonical
+
+FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+_MUON_SETTINGS = {"ns_steps", "ns_coefficients", "backend_steps", "use_muon"}
+_NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A state dict with its shape checked: `ids` by group, and each id's entry (absent without a gradient)."""
+
+    entries: Mapping[Hashable, Mapping[str, Any]]
+    groups: tuple[Mapping[str, Any], ...]
+    ids: tuple[tuple[Hashable, ...], ...]
+
+
+def name_optimizer_state(raw: Mapping[str, Any], model: nn.Module) -> OptimizerState | str:
+    """Moments, steps and settings by the model's parameter names; parameters without moments are left out.
+
+    Returns:
+        the named state, or a sentence that says why it cannot be used and what to supply.
+    """
+    stored = _checked(raw)
+    if isinstance(stored, str):
+        return stored
+    kind = _kind(stored)
+    if kind not in ("adamw", "muon", "lion", "sgd"):
+        return kind
+    named = _named(stored, model)
+    if isinstance(named, str):
+        return named
+    names, naming, notes = named
+    exp_avg, exp_avg_sq, step, group_of = {}, {}, {}, {}
+    for index, (group_names, ids) in enumerate(zip(names, stored.ids, strict=True)):
+        for name, key in zip(group_names, ids, strict=True):
+            group_of[name] = index
+            entry = stored.entries.get(key, {})
+            first = _first_moment(entry)
+            if first is None:
+                continue
+            exp_avg[name] = first
+            step[name] = _step(entry, stored.groups[index])
+            if isinstance(entry.get("exp_avg_sq"), Tensor):
+                exp_avg_sq[name] = entry["exp_avg_sq"]
+    groups = tuple(_settings(group) for group in stored.groups)
+    notes += _doubts(stored, len(group_of) - len(exp_avg))
+    return OptimizerState(kind, exp_avg, exp_avg_sq, step, groups, group_of, naming, notes)
+
+
+def _checked(raw: Mapping[str, Any]) -> _Stored | str:
+    state, groups = raw.get("state"), raw.get("param_groups")
+    if not isinstance(state, Mapping) or not isinstance(groups, list) or not groups:
+        return "the optimizer's state dict has no state or no param_groups: save optimizer.state_dict()"
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
+        return "the optimizer's param_groups do not list their params: save optimizer.state_dict()"
+    ids = tuple(tuple(group["params"]) for group in groups)
+    if not all(isinstance(key, (int, str)) for key in itertools.chain(*ids)):
+        return "the optimizer's params are neither numbers nor names: save optimizer.state_dict()"
+    entries = {key: entry for key, entry in state.items() if isinstance(entry, Mapping)}
+    if not entries:
+        return "the optimizer's state is empty: no step was taken before it was saved; give a later checkpoint"
+    return _Stored(entries, tuple(groups), ids)
+
+
+def _kind(stored: _Stored) -> str:
+    """The optimizer's name, or a sentence about one that cannot be read."""
+    values = [item for entry in stored.entries.values() for item in entry.items()]
+    held = {name for name, value in values if isinstance(value, Tensor) and name != "step"}
+    has_both = any({"exp_avg", "exp_avg_sq"} <= set(entry) for entry in stored.entries.values())
+    if "momentum_buffer" in held:
+        is_muon = has_both or any(_MUON_SETTINGS & set(group) for group in stored.groups)
+        return "muon" if is_muon else "sgd"
+    if has_both and {"exp_avg", "exp_avg_sq"} <= held:
+        return "adamw"
+    if "exp_avg" in held and not any("exp_avg_sq" in name for name in held):
+        return "lion"
+    inert = sorted({value.inert_name for _, value in values if isinstance(value, InertObject)})
+    what = f"objects of {inert[0]}" if inert else f"{', '.join(sorted(held)[:5]) or 'nothing'} by parameter"
+    return f"the optimizer's state holds {what}, which are no moments of AdamW, Muon, Lion or SGD in plain tensors"
+
+
+def _first_moment(entry: Mapping[str, Any]) -> Tensor | None:
+    return next((entry[name] for name in FIRST_MOMENTS if isinstance(entry.get(name), Tensor)), None)
+
+
+_Naming = tuple[list[list[str]], str, tuple[str, ...]]
+
+
+def _named(stored: _Stored, model: nn.Module) -> _Naming | str:
+    """The parameters' names by group, the rule that gave them, and notes."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    written = _written_names(stored)
+    if written is not None:
+        found, rule = written
+        by_canonical = {canonical(name): name for name in shapes}
+        names = [[by_canonical.get(canonical(name), name) for name in group] for group in found]
+        strangers = [name for name in itertools.chain(*names) if name not in shapes]
+        if strangers:
+            return (
+                f"the optimizer names parameters that the model lacks ({strangers[0]}): give the model's own optimizer"
+            )
+        if not _fits(stored, names, shapes):
+            return "the optimizer's moments have other shapes than the parameters that it names: give the model's own"
+        return names, rule, ()
+    sizes = tuple(len(ids) for ids in stored.ids)
+    fitting = [(rule, order) for rule, order in candidate_orders(model, sizes) if _fits(stored, order, shapes)]
+    if not fitting:
+        return (
+            f"the optimizer has {sum(sizes)} parameters in groups of {', '.join(map(str, sizes))}, and no usual order "
+            f"of the model's {len(shapes)} fits their number and shapes: save an optimizer that was built from "
+            "model.named_parameters() (its groups then hold param_names)"
+        )
+    rule, order = fitting[0]
+    rivals = [other for other, another in fitting[1:] if another != order]
+    notes = (f"the order of the optimizer's parameters is a guess: {rivals[0]} fits as well",) if rivals else ()
+    return order, rule, notes
+
+
+def _written_names(stored: _Stored) -> tuple[list[list[str]], str] | None:
+    if all(isinstance(key, str) for key in itertools.chain(*stored.ids)):
+        return [[str(key) for key in ids] for ids in stored.ids], "named by the file"
+    lists = [group.get("param_names") for group in stored.groups]
+    complete = all(
+        isinstance(names, list) and len(names) == len(ids) and all(isinstance(name, str) for name in names)
+        for names, ids in zip(lists, stored.ids, strict=True)
+    )
+    return ([list(names or ()) for names in lists], "param_names in the groups") if complete else None
+
+
+def _fits(stored: _Stored, names: list[list[str]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Do the numbers of parameters match, and every moment's shape?"""
+    if [len(group) for group in names] != [len(ids) for ids in stored.ids]:
+        return False
+    pairs = zip(itertools.chain(*names), itertools.chain(*stored.ids), strict=True)
+    moments = ((name, _first_moment(stored.entries.get(key, {}))) for name, key in pairs)
+    return all(moment is None or tuple(moment.shape) == shapes[name] for name, moment in moments)
+
+
+def _step(entry: Mapping[str, Any], group: Mapping[str, Any]) -> int:
+    """Updates done: kept by parameter, or by group (apex, DeepSpeed); 0 where neither says."""
+    return int(_number(entry.get("step", group.get("step", 0)), 0))
+
+
+def _number(value: Any, default: float = _NAN) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    return float(value) if isinstance(value, (int, float)) else default
+
+
+def _settings(group: Mapping[str, Any]) -> OptimizerGroup:
+    """The group's settings; NaN for one that this optimizer does not have."""
+    betas = group.get("betas")
+    pair = (
+        (betas[0], betas[1]) if isinstance(betas, (list, tuple)) and len(betas) == 2 else (group.get("momentum"), None)
+    )
+    return OptimizerGroup(
+        lr=_number(group.get("lr")),
+        betas=(_number(pair[0]), _number(pair[1])),
+        eps=_number(group.get("eps")),
+        weight_decay=_number(group.get("weight_decay"), 0.0),
+    )
+
+
+def _doubts(stored: _Stored, n_without: int) -> tuple[str, ...]:
+    notes = []
+    if n_without:
+        notes.append(f"{n_without} parameters have no moments: they never got a gradient")
+    if any(group.get("amsgrad") for group in stored.groups):
+        notes.append("the run used amsgrad; the simulated step divides by the current second moment, not its maximum")
+    if any(group.get("decoupled_weight_decay") is False and group.get("weight_decay") for group in stored.groups):
+        notes.append("the run used Adam with weight decay in the gradient; the simulated step decays weights apart")
+    return tuple(notes)
