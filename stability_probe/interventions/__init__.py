@@ -5,7 +5,9 @@ A rule's `Plan` names the module and its arguments:
 | intervention      | arguments                                   | change |
 |-------------------|---------------------------------------------|--------|
 | drop_rows         | rows: list[int]                             | the rows leave the batch (no new forward: per-row results are known) |
-| realign_labels    | offset: int                                 | targets moved by −offset, so that position t predicts its next token |
+| realign_labels    | offset: int, rows: list[int]                | targets moved `offset` positions further into the future (the k of `offset_losses` that is lowest), in these rows only; in all where rows is empty |
+| ignore_targets    | spans: list[(row, start, end)]              | targets that sit at these positions of the row leave the loss (position p is the target of p − 1) |
+| swap_baseline     | –                                           | the baseline batch in place of this one: the batch's whole excess goes, whatever its cause |
 | clip_heads        | gammas: {(layer, head): factor}             | that head's logits × factor, through W_q/W_k rows (W_q alone under grouped-query attention) |
 | clip_gains        | gammas: {layer: factor}                     | q_norm and k_norm gains of the layer, each × √factor |
 | recentre_logits   | precision: str                              | log Z subtracted from the logits before they are rounded |

@@ -1,0 +1,261 @@
+"""Labels that belong to another position than the one they stand at."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
+from stability_probe.rules import _cases
+from stability_probe.rules._audit import drop_plan, flagged_rows
+from stability_probe.rules._tables import is_number, is_trained, median, plural, records, reference_loss
+from stability_probe.schema import Evidence, Location, Remedy
+
+if TYPE_CHECKING:
+    from stability_probe.measure import Measurements
+
+THRESHOLDS = {
+    "margin": Threshold(
+        0.5, "nats", "on healthy text the declared offset wins by 6 nats and more; noise is far below half a nat",
+        "python benchmarks/healthy_ranges.py: SmolLM2-135M 2.6 nats at the right offset, 9.1 to 10.8 at the others",
+    ),
+    "share": Threshold(
+        0.15, "of the declared loss", "keeps models near chance, where all offsets cost about the same, out of it",
+        "an untrained model differs between offsets by under a tenth of ln V",
+    ),
+    "row_margin": Threshold(
+        1.0, "nats", "a single row is noisier than a batch: 127 targets of a loss with a spread of 3 nats give 0.27",
+        "standard error of a mean of 127 token losses; four of them",
+    ),
+    "copying_loss": Threshold(
+        0.05, "nats", "no model predicts the next token of varied text this well on two different batches",
+        "Kaplan et al., Scaling Laws for Neural Language Models, 2020: the entropy of text is over 1 nat per token",
+    ),
+    "copying_entropy": Threshold(
+        3.0, "nats of unigram entropy", "repetitive text is rightly predicted at almost no loss",
+        "natural text of 256 tokens and more is above 4 nats",
+    ),
+    "flagged_rows": Threshold(
+        0.9, "of the rows", "a fault in the pipeline's shift hits every row", "stability_probe/audit/labels.py (D13)"
+    ),
+}  # fmt: skip
+
+PAGE = Page(
+    title="Labels at the wrong offset",
+    claim="The labels are shifted by another offset than the loss assumes, so the model is asked for the wrong token.",
+    mechanism=(
+        "A causal model is trained to give the next token. When the loader has shifted the labels already and the "
+        "model shifts them again, position t is asked for token t+2; when nobody shifts, it is asked for the token "
+        "it has just read. A model that was trained rightly is then confidently wrong on nearly every position, and "
+        "the loss rises above what a table of word frequencies would reach. A model trained on unshifted labels "
+        "learns to copy: its loss falls to zero and it is worth nothing."
+    ),
+    signature=(
+        "The loss as a function of the offset has its minimum away from the declared one, by several nats; or in "
+        "some rows only, where two loaders with different conventions feed one batch. Copying shows as a loss of "
+        "almost zero on varied text, on every batch."
+    ),
+    false_alarms=(
+        "A learning rate that is too high, corrupt weights or another tokenizer raise the loss too, but leave the "
+        "minimum at the declared offset. In repetitive rows all offsets cost nearly the same. An untrained model "
+        "with a tied head prefers the token it has read, before it has learned anything: this is not judged."
+    ),
+    proof="The targets are moved back and the batch is replayed: the loss returns to the usual value.",
+    remedies=(
+        Remedy("Shift in one place only: pass unshifted labels to a model that shifts, or shifted ones to a loss that "
+               "does not."),
+        Remedy("Tell the replay which convention the batch follows, if it chose wrongly.",
+               "probe replay --ckpt CKPT --batch BATCH --labels shifted"),
+        Remedy("Assert on the first batch of a run that the declared offset has the lowest loss."),
+    ),
+    references=(
+        "transformers, causal language models: labels are shifted inside the model",
+        "nanoGPT, train.py get_batch: y is x moved by one",
+    ),
+)  # fmt: skip
+
+
+def _best(losses: dict[int, float]) -> tuple[int, float, float]:
+    """(best offset, loss at it, declared loss); (0, NaN, NaN) where the declared loss is unknown."""
+    known = {int(k): loss for k, loss in losses.items() if is_number(loss)}
+    if 0 not in known:
+        return 0, math.nan, math.nan
+    best = min(known, key=lambda k: (known[k], k != 0))
+    return best, known[best], known[0]
+
+
+def _wrong(losses: dict[int, float], margin: float, share: float) -> tuple[int, float, float] | None:
+    best, lowest, declared = _best(losses)
+    return (best, lowest, declared) if best and declared - lowest >= max(margin, share * declared) else None
+
+
+def _evidence(
+    m: Measurements, where: str, losses: dict[int, float], best: int, limit: Threshold
+) -> tuple[Evidence, ...]:
+    usual, name = reference_loss(m)
+    return (
+        Evidence(f"loss at the declared offset{where}", losses[0], "nats", usual, name),
+        Evidence(
+            f"loss with the targets moved by {best:+d}{where}", losses[best], "nats", losses[0], "declared offset",
+            limit.value, limit.source,
+        ),
+    )  # fmt: skip
+
+
+def _believable(m: Measurements, best: int) -> bool:
+    """Moving targets back by one makes an untrained model with a tied head copy: then a second sign is needed."""
+    if best != -1 or is_trained(m):
+        return True
+    return reference_loss(m)[0] is not None or bool(flagged_rows(m, RULE.slug, 0.5))
+
+
+def _whole_batch(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
+    wrong = _wrong(m.offset_losses, t["margin"].value, t["share"].value)
+    if not wrong or not _believable(m, wrong[0]):
+        return None
+    best, lowest, declared = wrong
+    return Suspect(
+        cause=RULE.slug,
+        summary=f"Targets stand {_distance(best)}: the loss is {declared:.2f} nats as declared, {lowest:.2f} with them "
+        f"moved by {best:+d}.",
+        location=Location(rows=tuple(int(row["row"]) for row in records(m.rows) if row["valid_targets"] > 0)),
+        evidence=_evidence(m, "", m.offset_losses, best, t["margin"]),
+        plans=(Plan("realign_labels", {"offset": best, "rows": []}, f"all targets moved by {best:+d}"),),
+        strength=declared - lowest,
+        measures=("loss", "grad_norm"),
+    )  # fmt: skip
+
+
+def _distance(best: int) -> str:
+    """Where the declared targets stand, seen from the right ones."""
+    return f"{plural(abs(best), 'position')} too {'far ahead' if best < 0 else 'early'}"
+
+
+def _some_rows(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
+    table = [int(row["row"]) for row in records(m.rows)]
+    found = {
+        row: wrong
+        for row, losses in zip(table, m.row_offset_losses, strict=False)
+        if (wrong := _wrong(losses, t["row_margin"].value, t["share"].value)) and _believable(m, wrong[0])
+    }
+    if not found:
+        return None
+    offsets = [wrong[0] for wrong in found.values()]
+    best = max(set(offsets), key=lambda k: (offsets.count(k), -abs(k)))
+    rows = [row for row, wrong in found.items() if wrong[0] == best]
+    gains = {row: found[row][2] - found[row][1] for row in rows}
+    worst = max(rows, key=lambda row: gains[row])
+    losses = m.row_offset_losses[table.index(worst)]
+    listed = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
+    dropped = [row for row in records(m.rows) if int(row["row"]) in set(rows)]
+    return Suspect(
+        cause=RULE.slug,
+        summary=f"In {plural(len(rows), 'row')} ({listed}) targets stand {_distance(best)}: row {worst} costs "
+        f"{losses[0]:.2f} nats as declared, {losses[best]:.2f} moved by {best:+d}.",
+        location=Location(rows=tuple(rows)),
+        evidence=_evidence(m, f" in row {worst}", losses, best, t["row_margin"]),
+        plans=(
+            Plan("realign_labels", {"offset": best, "rows": rows}, f"targets of {listed} moved by {best:+d}"),
+            *drop_plan(m, dropped),
+        ),
+        strength=median(gains.values()),
+        measures=("loss", "grad_norm"),
+    )  # fmt: skip
+
+
+def _copying(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
+    """The model returns its own input: the loss is almost zero on this batch and on the baseline."""
+    low = t["copying_loss"].value
+    if m.baseline_loss is None or not (m.loss <= low and m.baseline_loss <= low):
+        return None
+    if m.unigram_entropy is None or m.unigram_entropy < t["copying_entropy"].value:
+        return None
+    return Suspect(
+        cause=RULE.slug,
+        summary=f"The loss is {m.loss:.3f} nats on text of {m.unigram_entropy:.1f} nats of unigram entropy, on the "
+        "baseline batch too: the model copies its input.",
+        location=Location(),
+        evidence=(
+            Evidence("loss of this batch", m.loss, "nats", m.unigram_entropy, "unigram entropy of the same text",
+                     low, t["copying_loss"].source),
+            Evidence("loss of the baseline batch", m.baseline_loss, "nats", threshold=low),
+        ),
+        strength=m.unigram_entropy,
+        latent=True,
+    )  # fmt: skip
+
+
+def _by_the_audit(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
+    """The stored labels equal the ids at a shift that is neither convention, whatever the model makes of it."""
+    rows = flagged_rows(m, RULE.slug, 1.0)
+    if not rows or len(rows) < t["flagged_rows"].value * len(m.rows):
+        return None
+    reason = rows[0]["reason"].partition(": ")[2].rstrip(".") or "labels are not the next token"
+    return Suspect(
+        cause=RULE.slug,
+        summary=f"In {len(rows)} of {len(m.rows)} rows the stored labels are not the next token ({reason[:140]}).",
+        location=Location(rows=tuple(int(row["row"]) for row in rows)),
+        evidence=(
+            Evidence("rows whose labels are another shift of the ids", len(rows), f"of {len(m.rows)}", 0,
+                     "a batch whose labels are the next token", t["flagged_rows"].value, t["flagged_rows"].source),
+        ),
+        strength=1.0,
+        latent=True,
+    )  # fmt: skip
+
+
+def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
+    whole = _whole_batch(m, t)
+    if whole:
+        return [whole]
+    return [suspect for look in (_some_rows, _copying, _by_the_audit) if (suspect := look(m, t))]
+
+
+_DOUBLE = {-1: 3.4, 0: 8.9, 1: 9.3, 2: 9.6, 3: 9.8}
+_RIGHT = {-1: 8.1, 0: 3.4, 1: 6.6, 2: 6.9, 3: 7.0}
+
+RULE = Rule(
+    slug="label-misalignment",
+    order=202,
+    page=PAGE,
+    thresholds=THRESHOLDS,
+    examine=examine,
+    cases=(
+        Case("labels shifted twice", {"loss": 8.9, "offset_losses": _DOUBLE}, True),
+        Case("labels never shifted", {"loss": 8.1, "offset_losses": {-1: 9.0, 0: 8.1, 1: 3.4, 2: 6.6, 3: 6.9}}, True),
+        Case(
+            "one row of four comes from a loader that shifts twice",
+            {"loss": 4.8, "offset_losses": {-1: 6.9, 0: 4.8, 1: 7.3, 2: 7.6, 3: 7.7},
+             "row_offset_losses": [_RIGHT, _RIGHT, _DOUBLE, _RIGHT]},
+            True,
+        ),
+        Case(
+            "a model that learned to copy: no loss on two batches of varied text",
+            {"loss": 0.01, "baseline_loss": 0.012, "offset_losses": {-1: 9.0, 0: 0.01, 1: 9.5, 2: 9.7, 3: 9.8}},
+            True,
+        ),
+        Case(
+            "near miss: a learning rate that was too high spoils every offset",
+            {"loss": 7.6, "offset_losses": {-1: 8.3, 0: 7.6, 1: 7.5, 2: 7.7, 3: 7.7}},
+            False,
+        ),
+        Case(
+            "near miss: repeated tokens cost the same at all offsets",
+            {"loss": 0.4, "offset_losses": {-1: 0.3, 0: 0.4, 1: 0.31, 2: 0.35, 3: 0.3}},
+            False,
+        ),
+        Case(
+            "near miss: one batch learned by heart",
+            {"loss": 0.01, "baseline_loss": 5.0, "offset_losses": {-1: 9.0, 0: 0.01, 1: 9.5, 2: 9.7, 3: 9.8}},
+            False,
+        ),
+        Case(
+            "near miss: an untrained model with a tied head prefers its own input",
+            {
+                "loss": 7.4, "offset_losses": {-1: 0.9, 0: 7.4, 1: 7.4, 2: 7.5, 3: 7.5},
+                "parameters": _cases.parameters(everywhere={"constant": 1.0, "std": 0.0}),
+            },
+            False,
+        ),
+    ),
+)  # fmt: skip
