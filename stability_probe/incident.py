@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stability_probe.errors import ProbeError, nearest
-from stability_probe.request import Request, request_from_folder
+from stability_probe.request import RUN_PRECISIONS, Request, request_from_folder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -163,7 +163,7 @@ def load_tokenizer(named: Path | None, ckpt: Path) -> tuple[Any | None, tuple[st
         return None, ("the tokenizer was not read: the package `tokenizers` is not installed (pip install tokenizers)",)
     try:
         return Tokenizer.from_file(str(path)), ()
-    except Exception as error:  # noqa: BLE001  the library raises bare Exception for whatever is wrong in the file
+    except Exception as error:  # the library raises bare Exception for whatever is wrong in the file
         why = str(error)[:200]
         if named is None:
             return None, (f"{path.name} beside the checkpoint was not used: {why}",)
@@ -203,10 +203,13 @@ def _learning_rate(
 
 
 def _group_rates(optimizer: Mapping[str, Any] | None) -> Iterator[float]:
+    from torch import Tensor
+
     groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
     for group in groups if isinstance(groups, (list, tuple)) else ():
         rate = group.get("lr") if isinstance(group, Mapping) else None
-        rate = rate.item() if hasattr(rate, "item") and getattr(rate, "numel", lambda: 1)() == 1 else rate
+        if isinstance(rate, Tensor) and rate.numel() == 1:  # fused and compiled optimizers keep it on the device
+            rate = rate.item()
         if isinstance(rate, (int, float)) and math.isfinite(rate):
             yield float(rate)
 
@@ -214,6 +217,7 @@ def _group_rates(optimizer: Mapping[str, Any] | None) -> Iterator[float]:
 def _run_precision(request: Request) -> tuple[str, tuple[str, ...]]:
     if request.run_precision is not None:
         return request.run_precision, ()
-    if request.precisions:
-        return request.precisions[0], ()
+    for name in request.precisions:
+        if name in RUN_PRECISIONS:
+            return name, (f"the run is taken to have trained in {name}, the first precision asked for",)
     return "bf16", ("the precision of the run is not known: bf16 autocast on fp32 weights is assumed",)

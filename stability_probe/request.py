@@ -78,7 +78,7 @@ def request_from_folder(folder: Path | str, overrides: Request | None = None) ->
     values |= {key: _positive(stored[key], key) for key in ("lr", "grad_clip") if key in stored}
     values |= {key: check(stored[key]) for key, check in _CHECKS.items() if key in stored}
     values["run_precision"] = values.pop("precision", None)
-    given = {name: value for name, value in vars(overrides).items() if value not in (None, ()) and name in values}
+    given = {name: value for name, value in vars(overrides).items() if value not in (None, (), {}) and name in values}
     if given.get("labels") == "auto":
         del given["labels"]
     model = _model(folder, stored.get("model"), overrides)

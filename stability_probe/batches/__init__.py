@@ -41,7 +41,7 @@ def read_batch(path: Path | str, labels: str = "auto", pad_id: int | None = None
         ProbeError: exit code 3, where the file is missing, is damaged, or holds no batch of token ids.
     """
     from stability_probe.batches.conventions import to_batch
-    from stability_probe.batches.fields import fields_of
+    from stability_probe.batches.objects import fields_of
 
     path = Path(path)
     if labels not in LABEL_CHOICES:

@@ -15,8 +15,8 @@ def accepts(path: Path) -> bool:
 
 def read(path: Path) -> object:
     try:
-        # Mapped, so that a header which claims a huge shape costs nothing before the shape is checked.
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, TypeError, SyntaxError, OverflowError) as error:
+        # Mapped: a header that claims a huge shape costs nothing before the shape is checked, and objects are refused.
+        return np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # a damaged header fails in many ways
         hint = "save it again as one integer array (np.save); object arrays are pickles and are not read"
         raise ProbeError(f"cannot read the batch {path}", str(error), hint) from error
