@@ -197,6 +197,10 @@ def _dict(*_: Any) -> dict[Any, Any]:
     return {}
 
 
+def _no_bytes(*_: Any) -> bytes:
+    return b""  # the only bytes that protocol 2 writes as a call
+
+
 def _rebuilt() -> Iterator[tuple[str, Any]]:
     for core in ("numpy.core", "numpy._core"):  # numpy 1 and numpy 2 wrote different homes of the same functions
         yield f"{core}.multiarray._reconstruct", _empty_array
@@ -208,6 +212,7 @@ def _rebuilt() -> Iterator[tuple[str, Any]]:
     yield "collections.deque", _list
     yield "collections.defaultdict", _dict
     yield "builtins.slice", slice
+    yield "builtins.bytes", _no_bytes
 
 
 _REBUILT: dict[str, Any] = dict(_rebuilt())
