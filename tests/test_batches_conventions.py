@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from stability_probe.batches.base import IGNORED, Batch
 from stability_probe.batches.conventions import to_batch
-from stability_probe.batches.edit import declared_offset, moved, realigned, select, with_target_offset, without_rows
+from stability_probe.batches.edit import (
+    declared_offset,
+    join,
+    moved,
+    realigned,
+    select,
+    with_target_offset,
+    without_rows,
+)
 from stability_probe.batches.objects import fields_of
 from stability_probe.errors import ProbeError
 
@@ -162,6 +170,18 @@ def test_an_offset_of_one_is_preferred_where_repetition_fits_all():
 
 def test_random_labels_have_no_offset():
     assert declared_offset(batch_of((X, X.flip(1)), "shifted")) is None
+
+
+def test_joined_batches_stand_below_each_other_padded_and_masked():
+    short, long = batch_of({"input_ids": X[:2, :5], "labels": X[:2, :5]}), batch_of((X, Y))
+    both = join([short, long])
+    assert both.ids_BT.shape == (6, 32)
+    assert torch.equal(both.ids_BT[2:], X) and torch.equal(both.targets_BT[2:], Y)
+    assert torch.equal(both.targets_BT[:2, :5], short.targets_BT) and (both.targets_BT[:2, 5:] == IGNORED).all()
+    assert both.mask_BT.sum(dim=1).tolist() == [5, 5, 32, 32, 32, 32]
+    assert both.labels_BT.shape == (6, 32)
+    assert join([long, batch_of(X)]).mask_BT is None and join([long, batch_of(X)]).labels_BT is None
+    assert join([long]) is long
 
 
 def test_select_keeps_the_first_rows_and_positions():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from stability_probe.batches.base import IGNORED, Batch
+from stability_probe.batches.ragged import below, below_if_all, mask_or_all
 from stability_probe.errors import ProbeError
 
 # Most plausible first: where repeated text fits several offsets equally well, the earlier one is meant.
@@ -41,6 +42,29 @@ def without_rows(batch: Batch, rows: Iterable[int]) -> Batch:
     if not kept:
         raise ProbeError("cannot drop every row of the batch", "nothing would be left to replay", "drop fewer rows", 4)
     return apply(batch, lambda x: x[kept])
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    """Rows of all batches below each other, shorter ones padded on the right; what one of them lacks is left out.
+
+    Path and digest are those of the first. Padding has mask False, id 0, and no target.
+    """
+    first, *others = batches
+    if not others:
+        return first
+    width = max(batch.ids_BT.shape[1] for batch in batches)
+    masked = any(batch.mask_BT is not None or batch.ids_BT.shape[1] != width for batch in batches)
+    masks = [mask_or_all(batch.mask_BT, batch.ids_BT) if masked else None for batch in batches]
+
+    return replace(
+        first,
+        ids_BT=below([batch.ids_BT for batch in batches], width, 0),
+        targets_BT=below([batch.targets_BT for batch in batches], width, IGNORED),
+        labels_BT=below_if_all([batch.labels_BT for batch in batches], width, IGNORED),
+        mask_BT=below_if_all(masks, width, 0),
+        position_ids_BT=below_if_all([batch.position_ids_BT for batch in batches], width, 0),
+        notes=tuple(dict.fromkeys(note for batch in batches for note in batch.notes)),
+    )
 
 
 def with_target_offset(batch: Batch, k: int) -> Batch:

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from stability_probe.batches.base import IGNORED
 from stability_probe.batches.masks import MASK_KEYS, read_mask, read_positions
 from stability_probe.batches.numbers import as_rows, as_valid, refuse, two_dimensional
+from stability_probe.batches.ragged import below, below_if_all, mask_or_all
 
 # Most specific first: a record may also hold its text under `text`, where GPT-NeoX holds ids.
 IDS_KEYS = ("input_ids", "tokens", "input_tokens", "token_ids", "input", "inputs", "idx", "ids", "x", "X", "text")
@@ -130,25 +129,17 @@ def stacked(parts: list[Fields], pad_id: int | None = None) -> Fields:
         why = f"{without_labels} of {len(parts)} examples have no labels"
         raise refuse("the examples do not fit together", why, "give labels to all of them or to none")
     if any(part.mask_BT is not None or part.ids_BT.shape[1] != width for part in parts):
-        parts = [replace(part, mask_BT=_or_all(part.mask_BT, part.ids_BT)) for part in parts]
+        parts = [replace(part, mask_BT=mask_or_all(part.mask_BT, part.ids_BT)) for part in parts]
     if any(part.loss_mask_BT is not None for part in parts):
-        parts = [replace(part, loss_mask_BT=_or_all(part.loss_mask_BT, part.ids_BT)) for part in parts]
-
-    def joined(values: list[Tensor | None], fill: int) -> Tensor | None:
-        present = [pad(value, (0, width - value.shape[1]), value=fill) for value in values if value is not None]
-        return torch.cat(present) if len(present) == len(parts) else None
+        parts = [replace(part, loss_mask_BT=mask_or_all(part.loss_mask_BT, part.ids_BT)) for part in parts]
 
     return replace(
         parts[0],
-        ids_BT=torch.cat([pad(part.ids_BT, (0, width - part.ids_BT.shape[1]), value=pad_id or 0) for part in parts]),
-        labels_BT=joined([part.labels_BT for part in parts], IGNORED),
-        other_labels_BT=joined([part.other_labels_BT for part in parts], IGNORED),
-        mask_BT=joined([part.mask_BT for part in parts], 0),
-        loss_mask_BT=joined([part.loss_mask_BT for part in parts], 0),
-        position_ids_BT=joined([part.position_ids_BT for part in parts], 0),
+        ids_BT=below([part.ids_BT for part in parts], width, pad_id or 0),
+        labels_BT=below_if_all([part.labels_BT for part in parts], width, IGNORED),
+        other_labels_BT=below_if_all([part.other_labels_BT for part in parts], width, IGNORED),
+        mask_BT=below_if_all([part.mask_BT for part in parts], width, 0),
+        loss_mask_BT=below_if_all([part.loss_mask_BT for part in parts], width, 0),
+        position_ids_BT=below_if_all([part.position_ids_BT for part in parts], width, 0),
         notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
     )
-
-
-def _or_all(mask_BT: Tensor | None, ids_BT: Tensor) -> Tensor:
-    return torch.ones_like(ids_BT, dtype=torch.bool) if mask_BT is None else mask_BT
