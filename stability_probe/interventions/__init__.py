@@ -1,21 +1,25 @@
 """Changes that are made in memory, replayed, and undone. One file is one kind of change.
 
-A rule's `Plan` names the module and its arguments:
+A rule's `Plan` names the module and gives its arguments:
 
-| intervention      | arguments                                   | change |
-|-------------------|---------------------------------------------|--------|
-| drop_rows         | rows: list[int]                             | the rows leave the batch (no new forward: per-row results are known) |
-| realign_labels    | offset: int, rows: list[int]                | targets moved `offset` positions further into the future (the k of `offset_losses` that is lowest), in these rows only; in all where rows is empty |
-| ignore_targets    | spans: list[(row, start, end)]              | targets that sit at these positions of the row leave the loss (position p is the target of p − 1) |
-| swap_baseline     | –                                           | the baseline batch in place of this one: the batch's whole excess goes, whatever its cause |
-| clip_heads        | gammas: {(layer, head): factor}             | that head's logits × factor, through W_q/W_k rows (W_q alone under grouped-query attention) |
-| clip_gains        | gammas: {layer: factor}                     | q_norm and k_norm gains of the layer, each × √factor |
-| recentre_logits   | precision: str                              | log Z subtracted from the logits before they are rounded |
-| replace_elements  | parameter: str, indices: list[tuple]        | those elements set to the tensor's median |
-| rescale_tensor    | parameter: str, factor: float               | the whole tensor × factor |
-| replace_rows      | parameter: str, rows: list[int]             | those rows rescaled to the median row norm (a zero row becomes the mean row) |
-| retie             | parameter: str, source: str                 | the parameter becomes a copy of the source |
-| clamp_channel     | module: str, channel: int, limit: float     | that channel of the module's output clamped to ±limit |
-| change_precision  | precision: str, modules: list[str]          | replay in another precision; with modules, only those in fp32 |
-| simulated_step    | refresh: list[str], lr_factor: float        | the AdamW step with v̂ := max(v̂, g²) in those parameters, or at another LR |
+drop_rows (rows: list[int]): the rows leave the batch; no new forward, since per-row results are known.
+realign_labels (offset: int, rows: list[int]): targets moved `offset` positions further into the future (the
+    k of `offset_losses` that is lowest), in these rows only; in all where rows is empty.
+ignore_targets (spans: list[(row, start, end)]): targets that sit at these positions of the row leave the
+    loss (position p is the target of p − 1).
+swap_baseline (): the baseline batch in place of this one: the batch's whole excess goes, whatever its cause.
+clip_heads (gammas: {(layer, head): factor}): that head's logits × factor, through its rows of W_q and W_k
+    (W_q alone under grouped-query attention).
+clip_gains (gammas: {layer: factor}): q_norm and k_norm gains of the layer, each × √factor.
+recentre_logits (precision: str): log Z subtracted from the logits before they are rounded.
+replace_elements (parameter: str, indices: list[tuple]): those elements set to the tensor's median.
+rescale_tensor (parameter: str, factor: float): the whole tensor × factor.
+replace_rows (parameter: str, rows: list[int]): those rows rescaled to the median row norm; a zero row becomes
+    the mean row.
+retie (parameter: str, source: str): the parameter becomes a copy of the source.
+clamp_channel (module: str, channel: int, limit: float): that channel of the module's output clamped to ±limit.
+change_precision (precision: str, modules: list[str]): replay in another precision; with modules, only those
+    in fp32.
+simulated_step (refresh: list[str], lr_factor: float): the AdamW step with v̂ := max(v̂, g²) in those
+    parameters, or at another LR.
 """

@@ -1,0 +1,407 @@
+"""From suspects to a verdict: intervene in memory, replay, and ask how much of the excess is gone.
+
+One scale for all causes, the explained share: (before − after) / (before − reference), clipped to [0, 1].
+Two kinds of interventions have two kinds of reference. Changing the *data* (leaving rows out) is held against
+the baseline batch, else against the other rows of the batch. Changing the *state* (a weight, the labels, the
+numerics) is held against what the log says the run used to have, else against the best of all repairs tried:
+no repair improves a healthy model, so without an excess nothing is gained and nothing is explained.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from stability_probe.interventions.bench import Bench, CannotRun, Reading, reading_of
+from stability_probe.judge import Measure, Plan, Rule, Suspect
+from stability_probe.measure import Measurements
+from stability_probe.schema import InterventionRecord, Outcome, Ranked, Remedy, Status, Verdict
+
+CONFIRMED = 0.5
+LIKELY = 0.25
+# Shares closer than this are 'equally well': the cause that stands higher in the catalogue wins.
+TIE = 0.1
+# A replay is exact, so a real repair shows in the third digit; what a clip or a changed weight gains by chance on
+# a healthy model is below this (SmolLM2-135M: the best of eight needless repairs gained 0.000 nats, DESIGN).
+LOSS_NOISE = 0.02
+LOSS_NOISE_SHARE = 0.005
+# Gradient norms of healthy batches differ by half and more with their text.
+GRAD_NOISE = math.log(1.5)
+# Mean |token loss gap| of a healthy 135M model in bf16 is 0.02–0.03 nats.
+PRECISION_NOISE = 0.05
+DAMAGE_NOISE = 0.02
+# The most interventions that are replayed for one rule: the strongest suspects come first.
+TRIALS_PER_RULE = 4
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One intervention that was run, or could not be run (`reading` is None and `problem` says why)."""
+
+    suspect: Suspect
+    plan: Plan
+    of_the_data: bool
+    reading: Reading | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One suspect after its trials."""
+
+    suspect: Suspect
+    explained: float | None
+    records: tuple[InterventionRecord, ...]
+    untested: str = ""
+
+
+def confirm(
+    suspects: list[Suspect], rules: tuple[Rule, ...], bench: Bench, advance: Callable[[int], None] = lambda _: None
+) -> tuple[Verdict, list[InterventionRecord]]:
+    """Run the suspects' interventions and rank what they explain."""
+    order = {rule.slug: rule.order for rule in rules}
+    trials = [trial for suspect in chosen(suspects, order) for trial in _run(suspect, bench, advance)]
+    before = readings_before(bench)
+    judged = [judge_trials(suspect, trials, before, bench) for suspect in suspects]
+    ranked = rank(judged, order)
+    records = [record for item in judged for record in item.records]
+    return verdict_of(ranked, judged, rules, bench, records), records
+
+
+def without_confirmation(suspects: list[Suspect], rules: tuple[Rule, ...], bench: Bench) -> Verdict:
+    """The verdict of `--no-confirm`: the suspects in order of their evidence, none of them proved."""
+    order = {rule.slug: rule.order for rule in rules}
+    ranked = []
+    for suspect in sorted(suspects, key=lambda s: (s.last_resort, not s.decisive, s.latent, order.get(s.cause, 9999))):
+        status: Status = "decisive" if suspect.decisive else "unconfirmed"
+        ranked.append((_ranked(suspect, status, None), suspect))
+    return verdict_of(ranked, [], rules, bench, [])
+
+
+def chosen(suspects: list[Suspect], order: dict[str, int]) -> list[Suspect]:
+    """The suspects whose interventions are run: the strongest few of each rule, in causal order."""
+    result: list[Suspect] = []
+    for slug in sorted({s.cause for s in suspects}, key=lambda slug: order.get(slug, 9999)):
+        own = sorted((s for s in suspects if s.cause == slug and s.plans), key=lambda s: -s.strength)
+        result += own[:TRIALS_PER_RULE]
+    return result
+
+
+def count_trials(suspects: list[Suspect], order: dict[str, int]) -> int:
+    return sum(len(suspect.plans) for suspect in chosen(suspects, order))
+
+
+def _run(suspect: Suspect, bench: Bench, advance: Callable[[int], None]) -> Iterable[Trial]:
+    for plan in suspect.plans:
+        kind = importlib.import_module(f"stability_probe.interventions.{plan.intervention}")
+        try:
+            reading, problem = kind.trial(bench, **plan.arguments), ""
+        except CannotRun as reason:
+            reading, problem = None, str(reason)
+        advance(1)
+        yield Trial(suspect, plan, kind.OF_THE_DATA, reading, problem)
+
+
+def readings_before(bench: Bench) -> Reading:
+    """Every measure of the incident as it is."""
+    m = bench.measurements
+    reading = reading_of(bench.trace)
+    # A value that only the precision of the run cannot hold is an excess of that precision.
+    reduced = m.precisions.get(m.run_precision)
+    if reduced is not None and not math.isfinite(reduced.loss):
+        reading["nonfinite"] = 1.0
+    gaps = [gap.token_gap for name, gap in m.precisions.items() if name.startswith("bf16")]
+    if gaps:
+        reading["precision_gap"] = max(gaps)
+    if m.step_effect is not None:
+        reading["step_damage"] = m.step_effect.damage
+    return reading
+
+
+def judge_trials(suspect: Suspect, trials: list[Trial], before: Reading, bench: Bench) -> Judged:
+    """The best explained share over the suspect's trials and the measures it is judged on."""
+    records, shares, problems = [], [], []
+    for trial in (t for t in trials if t.suspect is suspect):
+        if trial.reading is None:
+            problems.append(trial.problem)
+            continue
+        for measure, after in trial.reading.items():
+            if measure not in suspect.measures or measure not in before:
+                continue
+            reference = reference_for(measure, trial, trials, before, bench)
+            share = explained_share(measure, before[measure], after, reference, bench, trial.of_the_data)
+            records.append(_record(trial, measure, before[measure], after, reference, share))
+            shares.append(share)
+    known = [share for share in shares if share is not None]
+    explained = max(known) if known else None
+    untested = "; ".join(problems) if not records else ""
+    return Judged(suspect, explained, tuple(records), untested)
+
+
+def _record(
+    trial: Trial, measure: Measure, before: float, after: float, reference: float | None, share: float | None
+) -> InterventionRecord:
+    return InterventionRecord(
+        name=trial.plan.intervention.replace("_", " "),
+        cause=trial.suspect.cause,
+        change=trial.plan.change,
+        measure=measure,
+        before=before,
+        after=after,
+        baseline=reference,
+        explained=share,
+    )
+
+
+def reference_for(measure: Measure, trial: Trial, trials: list[Trial], before: Reading, bench: Bench) -> float | None:
+    """Where the measure should be; None where nothing says."""
+    m = bench.measurements
+    if measure == "nonfinite":
+        return 0.0
+    if measure == "loss" and trial.of_the_data:
+        return m.baseline_loss if m.baseline_loss is not None else typical_row_loss(m, trial.plan)
+    if measure == "loss" and m.log is not None and _above(before["loss"], m.log.usual_loss):
+        return m.log.usual_loss
+    if measure == "grad_norm" and trial.of_the_data and m.baseline_grad_norm:
+        return m.baseline_grad_norm
+    if measure == "grad_norm" and m.log is not None and _above(before["grad_norm"], m.log.usual_grad_norm, 1.5):
+        return m.log.usual_grad_norm
+    reached = [t.reading[measure] for t in trials if t.reading is not None and measure in t.reading]
+    if measure == "step_damage" and m.step_effect is not None:
+        reached.append(0.0)
+    finite = [value for value in reached if math.isfinite(value)]
+    return min(finite) if finite else None
+
+
+def _above(value: float, usual: float | None, factor: float = 1.0) -> bool:
+    return usual is not None and math.isfinite(usual) and not value <= usual * factor
+
+
+def typical_row_loss(m: Measurements, plan: Plan) -> float | None:
+    """Median loss of the rows that the plan leaves in."""
+    named = set(plan.arguments.get("rows", ()))
+    kept = [
+        row["loss"] for row in m.rows.to_dict("records") if int(row["row"]) not in named and math.isfinite(row["loss"])
+    ]
+    return statistics.median(kept) if kept else None
+
+
+def explained_share(
+    measure: Measure, before: float, after: float, reference: float | None, bench: Bench, of_the_data: bool
+) -> float | None:
+    """The share of the excess that is gone; None where there is no excess beyond noise."""
+    if measure == "nonfinite":
+        return (1.0 if after == 0.0 else 0.0) if before > 0.0 else None
+    if reference is None or math.isnan(after):
+        return None
+    if not math.isfinite(before):
+        return 1.0 if math.isfinite(after) else 0.0
+    if measure == "grad_norm":
+        before, after, reference = (math.log(max(value, 1e-30)) for value in (before, after, reference))
+    noise = noise_of(measure, before, bench, of_the_data)
+    excess = before - reference
+    # An unreasonably low loss is a symptom too, but only where the data are changed: a repair must lower the loss.
+    significant = abs(excess) > noise if of_the_data and measure == "loss" else excess > noise
+    if not significant:
+        return None
+    return min(1.0, max(0.0, (before - after) / excess)) if math.isfinite(after) else 0.0
+
+
+def noise_of(measure: Measure, before: float, bench: Bench, of_the_data: bool) -> float:
+    """How far the measure moves on a healthy model without a cause."""
+    if measure == "grad_norm":
+        return GRAD_NOISE
+    if measure == "precision_gap":
+        return PRECISION_NOISE
+    if measure == "step_damage":
+        return DAMAGE_NOISE
+    floor = max(LOSS_NOISE, LOSS_NOISE_SHARE * abs(before))
+    if not of_the_data:
+        return floor
+    losses = [loss for loss in bench.measurements.rows["loss"].tolist() if math.isfinite(loss)]
+    if len(losses) < 3:
+        return floor
+    centre = statistics.median(losses)
+    spread = 1.4826 * statistics.median(abs(loss - centre) for loss in losses)
+    return max(floor, spread / math.sqrt(len(losses)))
+
+
+def status_of(item: Judged) -> Status | None:
+    """How sure we are of a suspect; None where it is cleared."""
+    if item.suspect.decisive:
+        return "decisive"
+    if item.explained is not None and item.explained >= CONFIRMED:
+        return "confirmed"
+    if item.explained is not None and item.explained >= LIKELY:
+        return "likely"
+    if item.suspect.latent:
+        return "latent"
+    return "likely" if item.untested else None
+
+
+def rank(judged: list[Judged], order: dict[str, int]) -> list[tuple[Ranked, Suspect]]:
+    """Named causes, the first one first: one entry per rule, by explained share, ties by causal order."""
+    best: dict[str, tuple[Status, Judged]] = {}
+    for item in judged:
+        status = status_of(item)
+        if status is None:
+            continue
+        known = best.get(item.suspect.cause)
+        if known is None or _weight(status, item) > _weight(*known):
+            best[item.suspect.cause] = (status, item)
+    entries = sorted(best.values(), key=lambda entry: _sort_key(*entry, order))
+    proved = any(status in ("decisive", "confirmed") and not item.suspect.last_resort for status, item in entries)
+    kept = [(status, item) for status, item in entries if not (proved and item.suspect.last_resort)]
+    return [(_ranked(item.suspect, status, item.explained), item.suspect) for status, item in kept]
+
+
+_STRENGTH = {"decisive": 4, "confirmed": 3, "likely": 2, "latent": 1, "unconfirmed": 0}
+
+
+def _weight(status: Status, item: Judged) -> tuple[float, float, float]:
+    return (_STRENGTH[status], item.explained or 0.0, item.suspect.strength)
+
+
+def _sort_key(status: Status, item: Judged, order: dict[str, int]) -> tuple[float, float, float]:
+    share = 1.0 if status == "decisive" else item.explained or 0.0
+    band = math.floor((1.0 - share) / TIE + 1e-9)
+    strength = 3 if status in ("decisive", "confirmed") else _STRENGTH[status]
+    return (item.suspect.last_resort - strength, band, order.get(item.suspect.cause, 9999))
+
+
+def _ranked(suspect: Suspect, status: Status, explained: float | None) -> Ranked:
+    return Ranked(suspect.cause, status, explained, suspect.summary, suspect.location, suspect.evidence)
+
+
+def verdict_of(
+    ranked: list[tuple[Ranked, Suspect]],
+    judged: list[Judged],
+    rules: tuple[Rule, ...],
+    bench: Bench,
+    records: list[InterventionRecord],
+) -> Verdict:
+    """The first of the ranked causes; else `unexplained` where an excess is left, else `none`."""
+    entries = [entry for entry, _ in ranked]
+    left = (
+        unexplained_excess(bench) if not any(e.status in ("decisive", "confirmed", "likely") for e in entries) else ""
+    )
+    if left and not any(entry.status == "unconfirmed" for entry in entries):
+        return _unexplained(left, entries, records)
+    if not entries:
+        return Verdict("none", None, None, _healthy_summary(bench), healthy_notes=healthy_notes(bench.measurements))
+    first, suspect = ranked[0]
+    pages = {rule.slug: rule.page for rule in rules}
+    remedies = suspect.remedies or (pages[first.cause].remedies if first.cause in pages else ())
+    others = tuple(replace(e, why_not_first=_why_not_first(e, first)) for e in entries[1:])
+    return Verdict(
+        cause=first.cause,
+        status=first.status,
+        explained=first.explained,
+        summary=first.summary,
+        location=first.location,
+        ranked=(first, *others),
+        remedies=tuple(remedies),
+    )
+
+
+def _why_not_first(entry: Ranked, first: Ranked) -> str:
+    if entry.status == "latent":
+        return "dangerous, but this batch shows no excess that it would explain"
+    if entry.explained is None:
+        return "its intervention could not be run"
+    if first.explained is not None and entry.explained < first.explained - TIE:
+        return f"explains {entry.explained:.0%} of the excess, less than {first.cause}"
+    return f"explains as much as {first.cause}, which stands higher in the causal order"
+
+
+def _unexplained(left: str, entries: list[Ranked], records: list[InterventionRecord]) -> Verdict:
+    tried = {record.name: record.explained or 0.0 for record in records}
+    told = ", ".join(f"{name} ({share:.0%})" for name, share in sorted(tried.items())) or "no rule had a suspect"
+    remedies = (
+        Remedy("Do not resume on this checkpoint before the excess is understood: roll back past it."),
+        Remedy("Replay an older checkpoint with the same batch; where the excess begins, the cause is near."),
+        Remedy("Give a healthy batch and the run's log: with --baseline and --log more can be told apart."),
+    )
+    summary = f"{left}. No intervention explains half of it; tried: {told}."
+    return Verdict("unexplained", None, None, summary, ranked=tuple(entries), remedies=remedies)
+
+
+def unexplained_excess(bench: Bench) -> str:
+    """The excess that is there whatever caused it, in words; empty where there is none."""
+    m = bench.measurements
+    if bench.trace.valid_targets and not math.isfinite(m.loss):
+        return f"The loss is {m.loss} in fp32"
+    if m.grad_nonfinite:
+        return "The gradient is not finite in fp32"
+    usual = m.log.usual_loss if m.log else None
+    if usual is not None:
+        spread = (m.log.loss_spread if m.log else None) or 0.0
+        if m.loss - usual > max(0.5, 6 * spread):
+            return f"The replayed loss, {m.loss:.3f} nats, stands above the log's usual {usual:.3f}"
+    if m.loss > math.log(m.vocab_size) + 0.5:
+        return f"The loss, {m.loss:.3f} nats, is worse than guessing (ln V = {math.log(m.vocab_size):.2f})"
+    for name, value, reference in (
+        ("log's usual", m.global_grad_norm, m.log.usual_grad_norm if m.log else None),
+        ("baseline batch's", m.global_grad_norm, m.baseline_grad_norm),
+    ):
+        if reference and value > 10 * reference:
+            return f"The gradient norm, {value:.3g}, is over ten times the {name} {reference:.3g}"
+    before = readings_before(bench)
+    if before.get("precision_gap", 0.0) > 4 * PRECISION_NOISE:
+        return f"bf16 moves the loss of a token by {before['precision_gap']:.3f} nats on average"
+    if before.get("step_damage", 0.0) > 0.5:
+        return f"One optimizer step raises the loss by {before['step_damage']:.3f} nats"
+    return ""
+
+
+def _healthy_summary(bench: Bench) -> str:
+    m = bench.measurements
+    against = []
+    if m.baseline_loss is not None:
+        against.append(f"baseline {m.baseline_loss:.3f}")
+    if m.log is not None and m.log.usual_loss is not None:
+        against.append(f"log {m.log.usual_loss:.3f}")
+    beside = f" ({', '.join(against)})" if against else ""
+    return (
+        f"No excess: loss {m.loss:.3f} nats{beside}, gradient norm {m.global_grad_norm:.3g}, all values finite, "
+        "and no repair improves it."
+    )
+
+
+def healthy_notes(m: Measurements) -> tuple[str, ...]:
+    """What looks alarming here and is not, with the reason."""
+    notes = []
+    blocks = m.modules[m.modules["role"] == "block"]
+    if len(blocks) and blocks["absmax"].max() > 1000:
+        worst = blocks.loc[blocks["absmax"].idxmax()]
+        same = int((blocks["channel"] == worst["channel"]).sum())
+        notes.append(
+            f"Activations of {worst['absmax']:,.0f} in the residual stream: channel {int(worst['channel'])} at "
+            f"position {int(worst['position'])}, the same channel in {same} of {len(blocks)} blocks. Massive activations of a "
+            "trained model, which it uses as a bias; loss, gradient and bf16 are ordinary with them."
+        )
+    sinks = m.heads[(m.heads["entropy"] < 1.0) & (m.heads["max_logit"] < 100.0)]
+    if len(sinks):
+        notes.append(
+            f"{len(sinks)} of {len(m.heads)} attention heads have under 1 nat of entropy with logits of at most "
+            f"{sinks['max_logit'].max():.0f}: heads that look at one fixed position, not collapsed ones."
+        )
+    if abs(m.log_z_mean) > 10:
+        gap = next((g.token_gap for n, g in m.precisions.items() if n.startswith("bf16")), None)
+        cost = f"; bf16 costs {gap:.3f} nats a token here" if gap is not None else ""
+        notes.append(f"Mean log Z is {m.log_z_mean:.1f}: away from 0, yet within what bf16 resolves{cost}.")
+    return tuple(notes)
+
+
+def outcomes_after(outcomes: list[Outcome], verdict: Verdict) -> list[Outcome]:
+    """The rules' outcomes with suspects that were cleared by their intervention marked so."""
+    named = {entry.cause for entry in verdict.ranked}
+    return [
+        replace(outcome, status="clear", reason=f"cleared by its intervention: {outcome.reason}")
+        if outcome.status == "found" and outcome.rule not in named
+        else outcome
+        for outcome in outcomes
+    ]

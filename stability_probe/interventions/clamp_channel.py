@@ -1,0 +1,39 @@
+"""Clamp one channel of a module's output."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from stability_probe.interventions.bench import Bench, Reading
+
+OF_THE_DATA = False
+
+
+def trial(bench: Bench, module: str, channel: int, limit: float) -> Reading:
+    """Replay with that channel of the module's output clamped to ±limit."""
+    part = bench.subject.module.get_submodule(module)
+    return bench.read(functools.partial(clamped, part, channel, limit))
+
+
+@contextmanager
+def clamped(part: nn.Module, channel: int, limit: float) -> Iterator[None]:
+    """Within this context |output[..., channel]| ≤ limit."""
+
+    def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        tensor = output[0] if isinstance(output, tuple) else output
+        mask = torch.zeros(tensor.shape[-1], dtype=torch.bool, device=tensor.device)
+        mask[channel] = True
+        held = torch.where(mask, tensor.clamp(-limit, limit), tensor)
+        return (held, *output[1:]) if isinstance(output, tuple) else held
+
+    handle = part.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

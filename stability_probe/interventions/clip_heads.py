@@ -1,0 +1,55 @@
+"""QK-clip: scale the query and key projections of single heads (Kimi K2 report, section 2.1)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from stability_probe.interventions.bench import Bench, CannotRun, Reading, swapped
+from stability_probe.models.anatomy import Anatomy, head_rows
+
+OF_THE_DATA = False
+
+
+def trial(bench: Bench, gammas: Mapping[tuple[int, int], float]) -> Reading:
+    """Replay with each head's logits × its factor.
+
+    Raises:
+        CannotRun: the layout of the projections is not known.
+    """
+    subject = bench.subject
+    return bench.read(functools.partial(clipped_heads, subject.module, subject.anatomy, gammas))
+
+
+@contextmanager
+def clipped_heads(module: nn.Module, anatomy: Anatomy, gammas: Mapping[tuple[int, int], float]) -> Iterator[None]:
+    """Within this context the logits of each (layer, head) are multiplied by its factor.
+
+    Half of the factor goes to W_q and half to W_k. Where query heads share a key head, all of it goes to
+    W_q: the key rows also belong to healthy siblings.
+    """
+    sites = {site.layer: site for site in anatomy.attention}
+    new: dict[str, Tensor] = {}
+
+    def scale(layer: int, head: int, side: str, factor: float) -> None:
+        rows = head_rows(module, sites[layer], head, side)
+        if rows is None:
+            raise CannotRun(f"the layout of the query and key projections of {sites[layer].name} is not known")
+        for name in (rows.parameter, rows.bias):
+            if name is not None:
+                tensor = new.setdefault(name, module.get_parameter(name).detach().clone())
+                rows.of(tensor).mul_(factor)
+
+    with torch.no_grad():
+        for (layer, head), gamma in gammas.items():
+            if layer not in sites:
+                raise CannotRun(f"layer {layer} has no known attention module")
+            shared = sites[layer].n_kv_heads != sites[layer].n_heads
+            for side, factor in (("q", gamma),) if shared else (("q", gamma**0.5), ("k", gamma**0.5)):
+                scale(layer, head, side, factor)
+    with swapped(module, new):
+        yield
