@@ -74,6 +74,7 @@ def load_incident(request: Request) -> Incident:
     tokenizer, tokenizer_notes = load_tokenizer(request.tokenizer, ckpt)
     lr, lr_notes = _learning_rate(request, log, checkpoint.optimizer)
     run_precision, precision_notes = _run_precision(request)
+    batch_notes = dict.fromkeys(note for one in (batch, *baselines) for note in one.notes)
     return Incident(
         request=request,
         checkpoint=checkpoint,
@@ -88,7 +89,7 @@ def load_incident(request: Request) -> Incident:
         grad_clip=request.grad_clip,
         device=device,
         source=request.source,
-        notes=(*request.notes, *log_notes, *tokenizer_notes, *lr_notes, *precision_notes),
+        notes=(*request.notes, *batch_notes, *log_notes, *tokenizer_notes, *lr_notes, *precision_notes),
     )
 
 
