@@ -28,7 +28,7 @@ LOSS_JUMP = 0.5
 # × the median layer's gradient norm. Healthy SmolLM2-135M on code and prose: at most 2.4 for a layer's parameters.
 LAYER_JUMP = 10.0
 LOGIT_LIMIT = 100.0  # τ of QK-clip (Kimi K2 report, 2025)
-PRECISION_GAP = 0.1  # nats: the smallest rise of the loss that spike detectors are set to report
+ALERT = 0.1  # nats: the smallest rise of the loss that published checklists set an alert on
 WARMUP_WINDOW = 50  # steps around the end of warm-up, and a tenth of its length: where LR spikes gather
 
 _LOG = "--log with the run's log"
@@ -230,6 +230,10 @@ def _n(value: float) -> str:
     return f"{value:.4g}"
 
 
+def _times(ratio: float) -> str:
+    return f"{ratio:.3g}×"
+
+
 def _establish(facts: ChecklistFacts) -> Iterable[Box]:
     log = facts.log
     item = "The log shows loss and gradient norm at their usual level at this step"
@@ -262,7 +266,9 @@ def _establish(facts: ChecklistFacts) -> Iterable[Box]:
     elif facts.grad_ratio is None:
         yield Box(1, item, "unknown", f"replayed {_n(facts.grad_norm)}", _REFERENCE)
     else:
-        measured = f"replayed {_n(facts.grad_norm)}, {_n(facts.grad_ratio)}× the usual {_n(facts.usual_grad_norm or 0)}"
+        measured = (
+            f"replayed {_n(facts.grad_norm)}, {_times(facts.grad_ratio)} the usual {_n(facts.usual_grad_norm or 0)}"
+        )
         yield Box(1, item, _status(facts.grad_ratio <= GRADIENT_JUMP), measured)
 
 
@@ -365,7 +371,10 @@ def _layers_box(item: str, norms: tuple[tuple[int, float], ...]) -> Box:
     median = statistics.median(norm for _, norm in norms)
     ratio = worst / median if median else 1.0
     return Box(
-        3, item, _status(ratio <= LAYER_JUMP), f"largest: layer {layer} with {_n(worst)}, {_n(ratio)}× the median layer"
+        3,
+        item,
+        _status(ratio <= LAYER_JUMP),
+        f"largest: layer {layer} with {_n(worst)}, {_times(ratio)} the median layer",
     )
 
 
@@ -388,7 +397,7 @@ def _root_cause(facts: ChecklistFacts) -> Iterable[Box]:
         worst = max(
             (gap.token_gap for _, gap in facts.precisions), key=lambda gap: math.inf if math.isnan(gap) else gap
         )
-        good = worst <= PRECISION_GAP and facts.verdict.cause not in _IN_PRECISION
+        good = worst <= ALERT and facts.verdict.cause not in _IN_PRECISION
         gaps = (
             f"{name}: {_n(gap.token_gap)} nats per token, {gap.nonfinite} non-finite" for name, gap in facts.precisions
         )
@@ -406,26 +415,13 @@ def _root_cause(facts: ChecklistFacts) -> Iterable[Box]:
             needs = "a checkpoint with optimizer state, to try the step" if not facts.has_optimizer else _REFERENCE
             yield Box(4, item, "unknown", measured, needs)
         else:
-            yield Box(4, item, _status(facts.verdict.cause not in _IN_LR), measured)
+            harmless = facts.damage is None or facts.damage <= ALERT
+            yield Box(4, item, _status(harmless and facts.verdict.cause not in _IN_LR), measured)
 
 
 def _mitigate(facts: ChecklistFacts) -> Iterable[Box]:
     verdict = facts.verdict
-    item = "A fix is known, and was tried in memory"
-    if verdict.cause == "none":
-        yield Box(5, item, "pass", "nothing to fix")
-    elif verdict.explained is not None and verdict.explained >= 0.5 and verdict.cause != "unexplained":
-        yield Box(5, item, "pass", f"it removes {100 * verdict.explained:.0f} % of the excess")
-    elif verdict.status in ("decisive", "latent"):
-        yield Box(5, item, "pass", verdict.remedies[0].action if verdict.remedies else "the fault itself is proof")
-    else:
-        tried = (
-            ""
-            if verdict.explained is None
-            else f"the best one tried removes {100 * verdict.explained:.0f} % of the excess"
-        )
-        yield Box(5, item, "fail" if tried else "unknown", tried, "" if tried else "a replay without --no-confirm")
-
+    yield _fix_box(verdict)
     yield _resume_box(facts)
     yield Box(
         5,
@@ -439,6 +435,20 @@ def _mitigate(facts: ChecklistFacts) -> Iterable[Box]:
         yield Box(5, item, "pass", ", ".join(facts.written_to))
     else:
         yield Box(5, item, "unknown", "", "--out incident.md")
+
+
+def _fix_box(verdict: Verdict) -> Box:
+    item = "A fix is known"
+    share = "" if verdict.explained is None else f"removes {100 * verdict.explained:.0f} % of the excess"
+    if verdict.cause == "none":
+        return Box(5, item, "pass", "nothing to fix")
+    if verdict.cause == "unexplained":
+        return Box(5, item, "fail", f"the best repair tried {share}" if share else "no repair tried removes the excess")
+    if share and verdict.status in ("confirmed", "likely"):
+        return Box(5, item, "pass" if verdict.status == "confirmed" else "fail", f"tried in memory, it {share}")
+    if verdict.remedies and verdict.status in ("decisive", "latent", "confirmed"):
+        return Box(5, item, "pass", verdict.remedies[0].action)
+    return Box(5, item, "unknown", "", "a replay without --no-confirm, with what the skipped causes name")
 
 
 def _resume_box(facts: ChecklistFacts) -> Box:
@@ -463,7 +473,9 @@ def _resume_box(facts: ChecklistFacts) -> Box:
 def _prevent(facts: ChecklistFacts) -> Iterable[Box]:
     cause = facts.verdict.cause
     item = "The token audit would have stopped this batch"
-    if cause not in _IN_DATA:
+    if cause in ("unexplained", "not-reproduced"):
+        yield Box(6, item, "unknown", "", "a cause, first")
+    elif cause not in _IN_DATA:
         yield Box(6, item, "pass", "the cause is not in the data" if cause != "none" else "nothing to stop")
     else:
         caught = any(cause in flags for _, flags in facts.flagged)
@@ -477,21 +489,19 @@ def _prevent(facts: ChecklistFacts) -> Iterable[Box]:
         yield Box(6, item, "pass", "loss and gradient norm are in the log")
     else:
         signal = (
-            "loss by row, and the audit's flags"
+            "the loss of every row, and the audit's flags"
             if cause in _IN_DATA
-            else _SIGNALS.get(cause, "gradient norm, every step")
+            else _SIGNALS.get(cause, "the gradient norm of every step")
         )
-        yield Box(6, item, "unknown", "", f"in the training loop: {signal}")
+        yield Box(6, item, "unknown", "", f"a look at the training loop: does it log {signal}?")
 
     ratio = facts.grad_ratio
     if ratio is None:
         measured = ""
     else:
         fires = "would have" if not ratio <= GRADIENT_JUMP else "would not have"
-        measured = f"a guard at {GRADIENT_JUMP:g}× the usual gradient norm {fires} fired ({_n(ratio)}×)"
-    yield Box(
-        6, "The loop skips a batch whose gradient norm jumps", "unknown", measured, "your training loop's word for it"
-    )
+        measured = f"a guard at {GRADIENT_JUMP:g}× the usual gradient norm {fires} fired ({_times(ratio)})"
+    yield Box(6, "The loop skips a batch whose gradient norm jumps", "unknown", measured, "a look at the training loop")
 
     yield _growth_box(facts)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 
+from stability_probe.checklist import ChecklistFacts, answer
+from stability_probe.measure import LogFacts, PrecisionGap
 from stability_probe.schema import (
     Box,
     Evidence,
@@ -30,21 +32,18 @@ INPUTS = {
     "baseline": [{"path": "incident/baseline.pt", "rows": 4, "positions": 2048}],
 }
 
-CHECKLIST = (
-    Box(
-        1,
-        "Loss and gradient norm in the log are at their usual level",
-        "fail",
-        "loss 7.912 (usual 3.42), gradient norm 31.4 (usual 0.43)",
-    ),
-    Box(1, "Every rank saw the same", "unknown", "the excess sits in 1 of 4 rows", "the saved batch of another rank"),
-    Box(1, "No NaN or Inf in the logged loss and gradient norm", "pass", "none up to step 421"),
-    Box(2, "Loss up, gradient norm ordinary: the data", "pass", "no: gradient norm is 73× its usual value"),
-    Box(3, "Largest attention logit per head stays below 100", "pass", "layer 3 head 1: 41.2"),
-    Box(4, "The source of the batch is known", "unknown", "", '"source" in incident.json'),
-    Box(5, "A fix is known and tried", "pass", "drop rows: loss 7.912 → 3.51"),
-    Box(6, "The token audit would have caught this batch", "pass", "row 3: repeated-tokens"),
-)
+LOG = LogFacts(step=421, usual_loss=3.42, loss_spread=0.03, usual_grad_norm=0.43, logged_loss=7.91, logged_grad_norm=31.0,
+               logged_lr=3e-4, peak_lr=3e-4, warmup_end=100)  # fmt: skip
+LAYERS = tuple((layer, 0.2 + 0.01 * layer) for layer in range(30))
+
+
+def _checklist(verdict: Verdict, **facts) -> tuple[Box, ...]:
+    known = {
+        "verdict": verdict, "n_rows": 4, "step": 421, "checkpoint_step": 420, "layer_grad_norms": LAYERS,
+        "hottest_head": (18, 2, 17.0), "precisions": (("bf16", PrecisionGap(7.904, 0.006, 31.1, 0)),), "written_to": ("run.json",),
+    }  # fmt: skip
+    return answer(ChecklistFacts(**{**known, **facts}))
+
 
 REPLAYS = (
     ReplayRecord("batch", "fp32", 7.912, 31.4, 0, 12.31),
@@ -94,10 +93,11 @@ CLEAR = tuple(
 )
 
 
-def _report(verdict: Verdict, **changes) -> Report:
+def _report(verdict: Verdict, facts: dict, **changes) -> Report:
     values = {
-        "probe_version": "0.1.0", "inputs": INPUTS, "verdict": verdict, "outcomes": (*CLEAR, SKIPPED), "checklist": CHECKLIST,
-        "replays": REPLAYS, "interventions": (), "tables": TABLES, "notes": ("labels read as unshifted: labels equal input_ids",),
+        "probe_version": "0.1.0", "inputs": INPUTS, "verdict": verdict, "outcomes": (*CLEAR, SKIPPED),
+        "checklist": _checklist(verdict, **facts), "replays": REPLAYS, "interventions": (), "tables": TABLES,
+        "notes": ("labels read as unshifted: labels equal input_ids",),
     }  # fmt: skip
     return Report(**{**values, **changes})
 
@@ -131,6 +131,8 @@ def repeated() -> Report:
             ),
             ("The residual stream holds 23281 from block 11 on, in one channel at the first token: a massive activation, the same on the baseline batch.",),
         ),
+        {"loss": 7.912, "grad_norm": 31.4, "log": LOG, "baseline_loss": 3.451, "baseline_grad_norm": 0.431, "lr": 3e-4,
+         "flagged": ((3, ("repeated-tokens",)),)},
         outcomes=(Outcome("repeated-tokens", "found", summary, evidence), *CLEAR, SKIPPED),
         interventions=(
             InterventionRecord("drop_rows", "repeated-tokens", "row 3 dropped", "loss", 7.912, 3.594, 3.451, 0.968),
@@ -163,8 +165,8 @@ def latent() -> Report:
             "attention-logit-growth", "latent", None, summary, at, (Ranked("attention-logit-growth", "latent", None, summary, at, evidence),),
             (Remedy("Clip the head: scale its W_q and W_k by √(100/379).", "python -c 'from stability_probe.mitigations import qk_clip'"), Remedy("Train on with QK-norm or QK-clip."),),
         ),
+        {"loss": 3.454, "grad_norm": 0.457, "baseline_loss": 3.451, "baseline_grad_norm": 0.431, "hottest_head": (17, 2, 379.2)},
         tables={**TABLES, "heads": heads},
-        checklist=CHECKLIST[2:],
         outcomes=(Outcome("attention-logit-growth", "found", summary, evidence), *CLEAR, SKIPPED),
     )  # fmt: skip
 
@@ -178,9 +180,9 @@ def healthy() -> Report:
                 "12 heads have less than 1 nat of entropy with logits under 50, all on key 0: attention sinks, not collapse.",
             ),
         ),
+        {"loss": 2.625, "grad_norm": 0.44, "step": None, "written_to": ()},
         replays=(ReplayRecord("batch", "fp32", 2.625, 0.44, 0, 12.3), ReplayRecord("batch", "bf16", 2.627, 0.45, 0, 9.0)),
         tables={**TABLES, "rows": [ROWS[0]]},
-        checklist=CHECKLIST[2:6],
     )  # fmt: skip
 
 
@@ -196,6 +198,8 @@ def unexplained() -> Report:
     )
     return _report(
         Verdict("unexplained", None, 0.31, "The batch costs 2.1 nats more than the baseline, and no repair removes half of it.", Location(), (suspect,)),
+        {"loss": 5.55, "grad_norm": math.inf, "log": LOG, "baseline_loss": 3.451, "baseline_grad_norm": 0.431, "damage": 0.41, "lr": 3e-4,
+         "has_optimizer": True, "precisions": (("fp16", PrecisionGap(math.nan, math.nan, math.nan, 40961)),)},
         replays=(ReplayRecord("batch", "fp32", 5.55, math.inf, 12, 12.3), ReplayRecord("batch", "fp16", math.nan, math.nan, 40961, 8.1)),
         interventions=(
             InterventionRecord("drop_rows", "garbage-tokens", "rows 1, 2 dropped", "loss", 5.55, 5.3, 3.451, 0.119),

@@ -118,7 +118,7 @@ def _checklist(report: Report) -> Iterator[str]:
 
 def _box(item: Box) -> str:
     measured = f" — {prose(item.measured)}" if item.measured else ""
-    needs = f" *Supply:* {prose(item.needs)}" if item.needs else ""
+    needs = f" *Needs:* {prose(item.needs)}" if item.needs else ""
     return f"{_MARKS[item.status]} {prose(item.item)}{measured}{needs}"
 
 

@@ -192,7 +192,7 @@ def _checklist(report: Report) -> Iterator[RenderableType]:
 def _answer(item: Box) -> Text:
     measured, needs = clean(item.measured), clean(item.needs)
     return Text.assemble(
-        measured, "\n" if measured and needs else "", (f"supply {needs}" if needs else "", "yellow"), overflow="fold"
+        measured, "\n" if measured and needs else "", (f"needs {needs}" if needs else "", "yellow"), overflow="fold"
     )
 
 
