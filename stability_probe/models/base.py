@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from stability_probe.checkpoints.base import KeyReport
+from stability_probe.checkpoints.base import Checkpoint, KeyReport
 from stability_probe.checkpoints.tensors import few
 from stability_probe.errors import ProbeError
 
@@ -63,6 +63,44 @@ def vocabulary(module: nn.Module, config: Mapping[str, Any]) -> int:
         "it has neither an nn.Embedding nor an nn.Linear",
         "give a --model whose function returns a language model",
     )
+
+
+_LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "n_layers")
+
+
+def refuse_more_layers(checkpoint: Checkpoint) -> None:
+    """A configuration with more layers than the file has tensors belongs to another checkpoint.
+
+    Raises:
+        ProbeError: before a model is built that would take for ever.
+    """
+    config = checkpoint.config or {}
+    layers = next((config[name] for name in _LAYERS if isinstance(config.get(name), int)), 0)
+    if layers > len(checkpoint.tensors):
+        raise ProbeError(
+            f"the configuration does not fit {checkpoint.path}",
+            f"it has {layers} layers, and the file holds {len(checkpoint.tensors)} tensors in all",
+            "check --config",
+        )
+
+
+def refuse_larger(skeleton: nn.Module, checkpoint: Checkpoint) -> None:
+    """A model more than twice as large as what is stored would be filled by less than half.
+
+    Args:
+        skeleton: the model without memory (on the meta device).
+
+    Raises:
+        ProbeError: before memory is taken for it.
+    """
+    wanted = sum(parameter.numel() for parameter in skeleton.parameters())
+    stored = sum(tensor.numel() for tensor in checkpoint.tensors.values())
+    if wanted > 2 * stored:
+        raise ProbeError(
+            f"the configuration does not fit {checkpoint.path}",
+            f"its model has {wanted:,} weights, and the file holds {stored:,}",
+            "check --config",
+        )
 
 
 def refuse_other_architecture(keys: KeyReport, n_parameters: int, name: str) -> None:

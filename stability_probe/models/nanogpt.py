@@ -72,8 +72,8 @@ class NanoGPT(nn.Module):
 
     def __init__(self, n_layer: int, n_head: int, n_embd: int, block_size: int, vocab_size: int, bias: bool) -> None:
         super().__init__()
-        if n_embd % n_head:
-            raise ValueError(f"n_head {n_head} does not divide n_embd {n_embd}")
+        if min(n_layer, n_head, n_embd, block_size, vocab_size) < 1 or n_embd % n_head:
+            raise ValueError("sizes must be positive, and n_head must divide n_embd")
         self.block_size = block_size
         self.transformer = nn.ModuleDict(
             {
