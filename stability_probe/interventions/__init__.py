@@ -4,7 +4,7 @@ A rule's `Plan` names the module and gives its arguments:
 
 drop_rows (rows: list[int]): the rows leave the batch; no new forward, since per-row results are known.
 realign_labels (offset: int, rows: list[int]): targets moved `offset` positions further into the future (the
-    k of `offset_losses` that is lowest), in these rows only; in all where rows is empty.
+    k of `offset_losses` that is lowest), in these rows only; in all without rows.
 ignore_targets (spans: list[(row, start, end)]): targets that sit at these positions of the row leave the
     loss (position p is the target of p − 1).
 swap_baseline (): the baseline batch in place of this one: the batch's whole excess goes, whatever its cause.

@@ -120,7 +120,7 @@ def _whole_batch(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
         f"moved by {best:+d}.",
         location=Location(rows=tuple(int(row["row"]) for row in records(m.rows) if row["valid_targets"] > 0)),
         evidence=_evidence(m, "", m.offset_losses, best, t["margin"]),
-        plans=(Plan("realign_labels", {"offset": best, "rows": []}, f"all targets moved by {best:+d}"),),
+        plans=(Plan("realign_labels", {"offset": best}, f"all targets moved by {best:+d}"),),
         strength=declared - lowest,
         measures=("loss", "grad_norm"),
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Rule, Suspect, Threshold
@@ -55,6 +56,10 @@ PAGE = Page(
 )  # fmt: skip
 
 
+def _logged_nan(m: Measurements) -> bool:
+    return m.log is not None and m.log.logged_loss is not None and not math.isfinite(m.log.logged_loss)
+
+
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     table = records(m.rows)
     # A row of nothing but padding has no tokens left; a row of one token never had a target.
@@ -71,6 +76,8 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     listed = ", ".join(map(str, names[:8])) + (", …" if len(names) > 8 else "")
     who = "the batch" if whole else f"{plural(len(names), 'row')} ({listed})"
     kind = "; all of it is padding" if padding == len(empty) else ""
+    # Rows of padding that fill up a last batch do no harm where the loss is divided by the global count.
+    filler = padding == len(empty) and not whole and not _logged_nan(m)
     return [
         Suspect(
             cause=RULE.slug,
@@ -90,7 +97,8 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
             plans=drop_plan(m, empty),
             strength=float(len(empty)),
             measures=("nonfinite", "loss"),
-            decisive=True,
+            decisive=not filler,
+            latent=filler,
         )
     ]  # fmt: skip
 

@@ -1,0 +1,89 @@
+"""Attention heads whose logits stand out from their siblings'."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stability_probe.judge import Threshold
+from stability_probe.rules._tables import Record, is_number, median, quantile, records
+from stability_probe.schema import Evidence
+
+if TYPE_CHECKING:
+    from stability_probe.measure import Measurements
+
+_HEALTHY = "python benchmarks/healthy_ranges.py (SmolLM2-135M on five kinds of text)"
+
+TAU = Threshold(
+    100, "attention logit", "the clip threshold that kept a run of 15.5T tokens free of spikes; healthy heads reach 74",
+    f"Kimi K2 report, 2025, section 2.1 (QK-clip, tau = 100); {_HEALTHY}",
+)  # fmt: skip
+X_SIBLINGS = Threshold(
+    5, "x median of sibling heads", "healthy heads reach 5.7 x the median, though far below tau: both limits must hold",
+    _HEALTHY,
+)  # fmt: skip
+SATURATED = Threshold(
+    1.0, "nats of entropy", "a head this sure and this hot passes almost no gradient to its queries and keys",
+    "Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, 2023, section 3",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HotHead:
+    """A head past both limits, and what its siblings do: median and 95th percentile of their largest logits."""
+
+    record: Record
+    usual: float
+    high: float
+    usual_entropy: float
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return int(self.record["layer"]), int(self.record["head"])
+
+    @property
+    def max_logit(self) -> float:
+        return float(self.record["max_logit"])
+
+
+def hot_heads(m: Measurements, t: dict[str, Threshold]) -> list[HotHead]:
+    """Heads over tau and over their siblings, the hottest first.
+
+    The siblings of a head are all other heads, or those of the other layers where that median is lower: in a
+    model of two layers, one hot layer must not be its own excuse. Where every head is hot, none is listed.
+    """
+    table = [row for row in records(m.heads) if is_number(row["max_logit"])]
+    found = []
+    for row in table:
+        others = [other for other in table if other is not row]
+        elsewhere = [other for other in others if other["layer"] != row["layer"]]
+        groups = [group for group in (others, elsewhere) if group]
+        if not groups or row["max_logit"] <= t["tau"].value:
+            continue
+        siblings = min(groups, key=lambda group: median(other["max_logit"] for other in group))
+        usual = median(other["max_logit"] for other in siblings)
+        if row["max_logit"] >= t["x_siblings"].value * usual:
+            cool = [other["max_logit"] for other in siblings if other["max_logit"] <= t["tau"].value] or [usual]
+            found.append(HotHead(row, usual, quantile(cool, 0.95), median(other["entropy"] for other in siblings)))
+    return sorted(found, key=lambda head: -head.max_logit)
+
+
+def head_evidence(head: HotHead, t: dict[str, Threshold]) -> tuple[Evidence, ...]:
+    layer, number = head.place
+    where = f"layer {layer} head {number}"
+    row, query, key = (int(head.record[name]) for name in ("row", "query", "key"))
+    found = [
+        Evidence(
+            f"largest attention logit of {where} (row {row}, query {query}, key {key})", head.max_logit, "", head.usual,
+            "median of sibling heads", t["tau"].value, t["tau"].source,
+        ),
+        Evidence(f"the same, over the siblings' median, {where}", head.max_logit / head.usual, "x",
+                 threshold=t["x_siblings"].value, source=t["x_siblings"].source),
+        Evidence(f"attention entropy of {where}", head.record["entropy"], "nats", head.usual_entropy,
+                 "median of sibling heads", t["saturated"].value, t["saturated"].source),
+    ]  # fmt: skip
+    if is_number(head.record["baseline_max_logit"]):
+        found.append(
+            Evidence(f"largest attention logit of {where} on the baseline batch", head.record["baseline_max_logit"], "")
+        )
+    return tuple(found)
