@@ -13,7 +13,7 @@ from stability_probe import checklist, tables
 from stability_probe._version import __version__
 from stability_probe.audit import audit_rows
 from stability_probe.batches.base import IGNORED, Batch
-from stability_probe.batches.join import join
+from stability_probe.batches.edit import join
 from stability_probe.checkpoints.base import OptimizerState
 from stability_probe.checkpoints.optimizer import name_optimizer_state
 from stability_probe.confirm import confirm, count_trials, outcomes_after, without_confirmation
@@ -107,7 +107,7 @@ def examine(
     bench = Bench(subject, batch, trace, measured, reduced, pair, step, microbatch, gradients_matter(measured))
     if step is not None:
         with show.stage("Simulating the optimizer's step"):
-            effect = step_effect(bench, step)
+            effect = step_effect(bench, step, incident.grad_clip)
         bench = dataclasses.replace(bench, measurements=dataclasses.replace(measured, step_effect=effect))
     return bench, records, notes
 
@@ -248,7 +248,7 @@ def step_bench(incident: Incident, trace: Trace, state: OptimizerState | None) -
 STALE = 10.0
 
 
-def step_effect(bench: Bench, step: StepBench) -> StepEffect:
+def step_effect(bench: Bench, step: StepBench, grad_clip: float | None) -> StepEffect:
     """What the step does to healthy text, and what it does at a lower LR and with refreshed moments."""
     frame = bench.measurements.parameters
     stale = frozenset(frame[frame["g2_over_v"] > STALE]["parameter"])
@@ -262,7 +262,7 @@ def step_effect(bench: Bench, step: StepBench) -> StepEffect:
         damage_by_lr=by_lr,
         damage_refreshed=refreshed,
         lr=lr,
-        grad_clip=None,
+        grad_clip=grad_clip,
         clip_factor=step.setting.clip_factor,
     )
 
