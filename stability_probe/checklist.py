@@ -31,6 +31,7 @@ LOGIT_LIMIT = 100.0  # τ of QK-clip (Kimi K2 report, 2025)
 ALERT = 0.1  # nats: the smallest rise of the loss that published checklists set an alert on
 WARMUP_WINDOW = 50  # steps around the end of warm-up, and a tenth of its length: where LR spikes gather
 
+_WRITTEN_DOWN = "The incident is written down: what failed, why, what fixed it"
 _LOG = "--log with the run's log"
 _REFERENCE = "--baseline with a healthy batch, or --log with the run's log"
 
@@ -97,7 +98,6 @@ class ChecklistFacts:
         precisions: gap of each replayed precision to fp32.
         damage: rise of the loss after one simulated optimizer step, nats.
         source: where the batch came from, as the incident folder tells.
-        written_to: files that the report is written to.
     """
 
     verdict: Verdict
@@ -121,7 +121,6 @@ class ChecklistFacts:
     qk_norm: bool = False
     attention_softcap: float | None = None
     log_z_mean: float = 0.0
-    written_to: tuple[str, ...] = ()
 
     @property
     def usual_loss(self) -> float | None:
@@ -157,7 +156,6 @@ def facts_from(
     lr: float | None = None,
     grad_clip: float | None = None,
     source: dict[str, Any] | None = None,
-    written_to: Iterable[str] = (),
 ) -> ChecklistFacts:
     """The facts of a replay. `lr` is the option or the checkpoint's; the log's is used where it is None."""
     log = measurements.log
@@ -187,7 +185,6 @@ def facts_from(
         qk_norm=measurements.qk_norm,
         attention_softcap=measurements.attention_softcap,
         log_z_mean=float(measurements.log_z_mean),
-        written_to=tuple(written_to),
     )
 
 
@@ -220,6 +217,13 @@ def answer(facts: ChecklistFacts) -> tuple[Box, ...]:
         *_mitigate(facts),
         *_prevent(facts),
     )
+
+
+def written_down(boxes: Iterable[Box], files: Iterable[object]) -> tuple[Box, ...]:
+    """The boxes once it is known where the report goes: the incident is then written down."""
+    names = ", ".join(map(str, files))
+    done = Box(5, _WRITTEN_DOWN, "pass", names)
+    return tuple(done if names and box.item == _WRITTEN_DOWN else box for box in boxes)
 
 
 def _status(is_good: bool) -> BoxStatus:
@@ -430,11 +434,7 @@ def _mitigate(facts: ChecklistFacts) -> Iterable[Box]:
         "no restart needed" if verdict.cause == "none" else "",
         "" if verdict.cause == "none" else "the resumed run's log, once it has run",
     )
-    item = "The incident is written down: what failed, why, what fixed it"
-    if facts.written_to:
-        yield Box(5, item, "pass", ", ".join(facts.written_to))
-    else:
-        yield Box(5, item, "unknown", "", "--out incident.md")
+    yield Box(5, _WRITTEN_DOWN, "unknown", "", "--out incident.md")
 
 
 def _fix_box(verdict: Verdict) -> Box:

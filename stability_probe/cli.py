@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import dataclasses
 import functools
 import os
 import shutil
@@ -181,6 +183,7 @@ def replay(
 
     Give an incident folder, or --ckpt and --batch. Options win over the folder's values.
     """
+    from stability_probe.checklist import written_down
     from stability_probe.progress import open_progress
 
     _check_outputs(out)
@@ -215,6 +218,7 @@ def replay(
 
     with open_progress(quiet) as progress:
         report = run(request, progress)
+    report = dataclasses.replace(report, checklist=written_down(report.checklist, out or []))
     _deliver(report, out, format, quiet)
     _exit_for(report, fail_on)
 
@@ -446,11 +450,24 @@ def _complain(error: ProbeError) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(told)
 
 
+# One character for one, so that columns stay: what a terminal without Unicode shows instead.
+_PLAIN = str.maketrans("─│╭╮╰╯━✓✗→▶–—−×≥≤≪≫“”’…·⠋", '-|++++-+x>>---x><<>""\'.-*')
+
+
+def _plain_characters(error: UnicodeError) -> tuple[str, int]:
+    """Codec error handler: near ASCII characters for what the stream's encoding lacks, else question marks."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end].translate(_PLAIN)
+    return "".join(char if char.isascii() else "?" for char in lacking), error.end
+
+
 def main() -> None:
     """Entry point of the `probe` script."""
-    for stream in (sys.stdout, sys.stderr):  # a Latin-1 terminal shows "?" for ✓; it does not end the report
+    codecs.register_error("probe-plain", _plain_characters)
+    for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="probe-plain")
     app()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from stability_probe.checklist import ChecklistFacts, answer
+from stability_probe.checklist import ChecklistFacts, answer, written_down
 from stability_probe.measure import LogFacts, PrecisionGap
 from stability_probe.schema import (
     Box,
@@ -40,9 +40,9 @@ LAYERS = tuple((layer, 0.2 + 0.01 * layer) for layer in range(30))
 def _checklist(verdict: Verdict, **facts) -> tuple[Box, ...]:
     known = {
         "verdict": verdict, "n_rows": 4, "step": 421, "checkpoint_step": 420, "layer_grad_norms": LAYERS,
-        "hottest_head": (18, 2, 17.0), "precisions": (("bf16", PrecisionGap(7.904, 0.006, 31.1, 0)),), "written_to": ("run.json",),
+        "hottest_head": (18, 2, 17.0), "precisions": (("bf16", PrecisionGap(7.904, 0.006, 31.1, 0)),),
     }  # fmt: skip
-    return answer(ChecklistFacts(**{**known, **facts}))
+    return written_down(answer(ChecklistFacts(**{**known, **facts})), ["run.json"])
 
 
 REPLAYS = (
@@ -81,11 +81,40 @@ ROWS = [
 ]  # fmt: skip
 
 TOKENS = [
-    {"row": 3, "position": 1403, "token": 28, "target": 9190, "loss": 27.1, "loss_bf16": 27.0},
-    {"row": 0, "position": 17, "token": 314, "target": 260, "loss": 9.2, "loss_bf16": 9.19},
+    {
+        "row": 3,
+        "position": 1403,
+        "token": 28,
+        "target": 9190,
+        "loss": 27.1,
+        "loss_bf16": 27.0,
+        "text": " 255, 255, 255,",
+        "target_text": "\u202eemit",
+    },
+    {
+        "row": 0,
+        "position": 17,
+        "token": 314,
+        "target": 260,
+        "loss": 9.2,
+        "loss_bf16": 9.19,
+        "text": "The quick brown",
+        "target_text": " fox",
+    },
 ]
 
-TABLES = {"modules": MODULES, "heads": HEADS, "parameters": PARAMETERS, "rows": ROWS, "tokens": TOKENS}
+EMBEDDING = [
+    {"parameter": "model.embed_tokens.weight", "token": 28, "norm": 3.1, "median_norm": 3.4, "count": 294, "grad_share": 0.02, "rows": [3], "text": ","},
+]  # fmt: skip
+
+TABLES = {
+    "modules": MODULES,
+    "heads": HEADS,
+    "parameters": PARAMETERS,
+    "rows": ROWS,
+    "tokens": TOKENS,
+    "embedding_rows": EMBEDDING,
+}
 
 SKIPPED = Outcome("stale-second-moment", "skipped", "no optimizer state: give --optimizer")
 CLEAR = tuple(
@@ -180,7 +209,7 @@ def healthy() -> Report:
                 "12 heads have less than 1 nat of entropy with logits under 50, all on key 0: attention sinks, not collapse.",
             ),
         ),
-        {"loss": 2.625, "grad_norm": 0.44, "step": None, "written_to": ()},
+        {"loss": 2.625, "grad_norm": 0.44, "step": None},
         replays=(ReplayRecord("batch", "fp32", 2.625, 0.44, 0, 12.3), ReplayRecord("batch", "bf16", 2.627, 0.45, 0, 9.0)),
         tables={**TABLES, "rows": [ROWS[0]]},
     )  # fmt: skip

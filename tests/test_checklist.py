@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stability_probe.checklist import ChecklistFacts, answer, facts_from
+from stability_probe.checklist import ChecklistFacts, answer, facts_from, written_down
 from stability_probe.measure import LogFacts, PrecisionGap
 from stability_probe.schema import Location, Remedy, Verdict
 
@@ -32,7 +32,6 @@ HEALTHY = {
     "damage": -0.01,
     "has_optimizer": True,
     "source": "shard c4-00012",
-    "written_to": ("incident.md",),
 }
 
 
@@ -53,6 +52,7 @@ def test_a_healthy_run_fails_nothing_and_leaves_only_what_no_file_tells():
     unknown = {box.item for box in boxes() if box.status == "unknown"}
     assert not [box for box in boxes() if box.status == "fail"]
     assert unknown == {
+        "The incident is written down: what failed, why, what fixed it",
         "Every rank tells the same, not one shard alone",
         "The loop skips a batch whose gradient norm jumps",
     }
@@ -238,9 +238,7 @@ def test_facts_from_measurements():
         attention_softcap=None,
         log_z_mean=5.0,
     )
-    facts = facts_from(
-        measurements, NONE, checkpoint_step=420, source={"shard": "a", "documents": [1]}, written_to=["x.md"]
-    )
+    facts = facts_from(measurements, NONE, checkpoint_step=420, source={"shard": "a", "documents": [1]})
     assert facts.hottest_head == (2, 1, 9.0)
     assert facts.layer_grad_norms == ((0, 5.0), (1, 1.0))
     assert facts.flagged == ((1, ("garbage-tokens",)),)
@@ -252,3 +250,11 @@ def test_facts_from_measurements():
 def test_no_heads_and_no_layers_are_unknown_not_wrong():
     for item, change in (("attention logits stay", {"hottest_head": None}), ("No layer", {"layer_grad_norms": ()})):
         assert box(item, **change).status == "unknown"
+
+
+def test_a_report_file_writes_the_incident_down():
+    before = boxes()
+    after = written_down(before, ["incident.md", "run.json"])
+    (changed,) = [box for old, box in zip(before, after, strict=True) if old != box]
+    assert (changed.status, changed.measured, changed.needs) == ("pass", "incident.md, run.json", "")
+    assert written_down(before, []) == before

@@ -259,6 +259,17 @@ def test_a_reader_that_leaves_early_is_no_error(run_json):
     assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_unicode_gets_the_whole_report(run_json, encoding):
+    command = [sys.executable, "-m", "stability_probe.cli", "report", str(run_json)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, capture_output=True, env=environment)
+    shown, full = done.stdout.decode(encoding), render(repeated(), "terminal", width=100)
+    assert done.returncode == 0
+    assert [len(line) for line in shown.splitlines()] == [len(line) for line in full.splitlines()]
+    assert shown.startswith("+- verdict ---") and "> 3.594" in shown
+
+
 # --- the commands of other modules --------------------------------------------------------------
 
 

@@ -212,14 +212,31 @@ _SPECS: dict[str, _Spec] = {
         (
             _number("row", "row"),
             _number("position", "position"),
-            _number("token", "token"),
             _number("target", "target"),
             _number("loss", "loss"),
             _number("loss_bf16", "loss bf16"),
+            Column("after", lambda row: shorten(str(row.get("text") or ""), 40), is_number=False),
+            Column("expected", lambda row: shorten(str(row.get("target_text") or ""), 24), is_number=False),
         ),
         _by("loss"),
         lambda row, at: any(
             row.get("row") == span[0] and span[1] <= _rank(row.get("position")) < span[2] for span in at.positions
+        ),
+    ),
+    "embedding_rows": _Spec(
+        "Embedding rows out of line, largest share of the gradient first",
+        (
+            _number("token", "token"),
+            Column("text", lambda row: shorten(str(row.get("text") or ""), 24), is_number=False),
+            _number("norm", "norm"),
+            _number("median_norm", "median norm"),
+            _number("count", "uses"),
+            _number("grad_share", "grad share"),
+            _name("parameter", "parameter"),
+        ),
+        _by("grad_share", "norm"),
+        lambda row, at: any(
+            str(name).startswith(f"{row.get('parameter')}[{row.get('token')}") for name in at.parameters
         ),
     ),
 }
