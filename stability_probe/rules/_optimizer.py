@@ -1,0 +1,42 @@
+"""How far the stored second moments lag behind the gradient, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from stability_probe.judge import Skip
+from stability_probe.rules._tables import Record, quantile, records
+
+if TYPE_CHECKING:
+    from stability_probe.measure import Measurements
+
+
+def lagging(row: Record) -> float:
+    """Sum g² over sum v̂ of one tensor, for a gradient of ordinary size.
+
+    Where the tensor's gradient on the baseline batch is known and smaller, the ratio is brought down to it: a
+    gradient that only this batch makes is the data's doing, not a stale moment.
+    """
+    ratio, now, usual = row["g2_over_v"], row["grad_norm"], row["baseline_grad_norm"]
+    if math.isnan(ratio) or not (math.isfinite(usual) and math.isfinite(now) and now > 0):
+        return ratio
+    return ratio * min(1.0, (usual / now) ** 2)
+
+
+def with_moments(m: Measurements) -> list[Record]:
+    """Tensors whose second moment is known.
+
+    Raises:
+        Skip: there is none.
+    """
+    known = [row for row in records(m.parameters) if not math.isnan(row["g2_over_v"])]
+    if not known:
+        missing = m.optimizer_missing or "no optimizer state was found in or beside the checkpoint"
+        raise Skip(f"{missing}; give it with --optimizer PATH")
+    return known
+
+
+def usual_lag(rows: list[Record]) -> float:
+    """Lower quartile of g²/v̂ over the tensors: up to three quarters of them may be stale without moving it."""
+    return quantile((row["g2_over_v"] for row in rows), 0.25)

@@ -1,0 +1,187 @@
+"""One channel of one module explodes on this batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
+from stability_probe.rules import _cases
+from stability_probe.rules._tables import Record, is_number, layer_of, layers_of, median, records, times
+from stability_probe.schema import Evidence, Location, Remedy
+
+if TYPE_CHECKING:
+    from stability_probe.measure import Measurements
+
+_HEALTHY = "python benchmarks/healthy_ranges.py (SmolLM2-135M)"
+
+THRESHOLDS = {
+    "x_baseline": Threshold(
+        10, "x the same module on the baseline batch", "a healthy model's largest activations hardly depend on the "
+        "text: 22 983 to 28 122 over five kinds of it",
+        _HEALTHY,
+    ),
+    "x_siblings": Threshold(
+        10, "x the same module in the other layers", "with a baseline this only keeps out what all layers do", _HEALTHY
+    ),
+    "alone_x_siblings": Threshold(
+        100, "x the same module in the other layers", "without a baseline siblings are all there is; the layer that "
+        "writes massive activations is let out by its channel, which the later blocks share",
+        "Sun et al., Massive Activations in Large Language Models, 2024, section 2",
+    ),
+}  # fmt: skip
+
+PAGE = Page(
+    title="Activation outlier",
+    claim="One channel of one module takes values on this batch that neither the baseline nor its siblings know.",
+    mechanism=(
+        "In a gated MLP the two input projections of a channel can align during training; the product then grows with "
+        "the square of the input, and a single token can drive the channel a thousandfold. The output projection "
+        "carries it into the residual stream, where every later norm divides all other channels down. Low precision "
+        "suffers first: the outlier takes the whole range of its block. Loss and gradient jump for the rows that "
+        "trigger it."
+    ),
+    signature=(
+        "The largest value of a module ten times what it is on the baseline batch, and far above the same module in "
+        "the other layers, in one channel, at named rows and positions."
+    ),
+    false_alarms=(
+        "Massive activations of a healthy model are as large as 1e5 times the median, sit in one or two channels at "
+        "the first token or delimiter, are shared by all later blocks, and are there on the baseline batch too. "
+        "Corrupt weights show in the weights themselves. A row of repeated tokens can trigger a channel: when the "
+        "excess goes with the row, the row is the cause."
+    ),
+    proof="The channel is clamped to its usual size and the batch is replayed.",
+    remedies=(
+        Remedy("Clip the product inside the MLP, or scale it per channel before it is rounded (smooth-SwiGLU)."),
+        Remedy("Apply weight decay to the gate and up projections; it slows their alignment."),
+        Remedy("Keep the named output projection out of 8-bit formats."),
+    ),
+    references=(
+        "Fishman et al., Scaling FP8 training to trillion-token LLMs, 2024, sections 3 and 4",
+        "Sun et al., Massive Activations in Large Language Models, 2024",
+        "Dettmers et al., LLM.int8(), 2022 (outlier features across layers)",
+    ),
+)  # fmt: skip
+
+_INDEX = re.compile(r"\.\d+(?=\.|$)")
+
+
+def _kind(name: str) -> str:
+    return _INDEX.sub(".*", name)
+
+
+def _shared_later(row: Record, blocks: list[Record]) -> bool:
+    """Whether later blocks hold their maximum in the same channel: a massive activation on the residual stream."""
+    later = [block for block in blocks if block["layer"] >= row["layer"]]
+    return any(block["channel"] == row["channel"] for block in later)
+
+
+def _past(row: Record, usual: float, blocks: list[Record], t: dict[str, Threshold]) -> bool:
+    over_siblings = times(row["absmax"], usual)
+    if is_number(row["baseline_absmax"]):
+        if not row["absmax"] >= t["x_baseline"].value * row["baseline_absmax"]:
+            return False
+        return not is_number(usual) or over_siblings >= t["x_siblings"].value
+    if row["role"] in ("block", "norm", "embedding", "head") or row["position"] == 0:
+        return False
+    return over_siblings >= t["alone_x_siblings"].value and not _shared_later(row, blocks)
+
+
+def _found(m: Measurements, t: dict[str, Threshold]) -> Iterator[tuple[Record, float]]:
+    table = [row for row in records(m.modules) if is_number(row["absmax"])]
+    blocks = [row for row in table if row["role"] == "block"]
+    for row in table:
+        same = [
+            other["absmax"] for other in table if other is not row and _kind(other["module"]) == _kind(row["module"])
+        ]
+        usual = median(same)
+        if row["role"] != "head" and _past(row, usual, blocks, t):
+            yield row, usual
+
+
+def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
+    found = list(_found(m, t))
+    if not found:
+        return []
+    # In execution order: everything after the first one inherits its value through the residual stream.
+    row, usual = found[0]
+    reference = row["baseline_absmax"] if is_number(row["baseline_absmax"]) else usual
+    name = "baseline batch" if is_number(row["baseline_absmax"]) else "median of sibling layers"
+    ratio = times(row["absmax"], reference)
+    channel, place = int(row["channel"]), (int(row["row"]), int(row["position"]))
+    limit = max(value for value in (row["baseline_absmax"], usual) if is_number(value))
+    used = t["x_baseline"] if is_number(row["baseline_absmax"]) else t["alone_x_siblings"]
+    return [
+        Suspect(
+            cause=RULE.slug,
+            summary=f"{row['module']} reaches {row['absmax']:.3g} in channel {channel} (row {place[0]}, position "
+            f"{place[1]}), {ratio:.3g} x the {name}.",
+            location=Location(
+                module=row["module"],
+                layer=layer_of(row),
+                layers=layers_of(record for record, _ in found),
+                rows=(place[0],),
+                positions=((place[0], place[1], place[1] + 1),),
+            ),
+            evidence=(
+                Evidence(f"largest |output| of {row['module']}", row["absmax"], "", reference, name,
+                         used.value * reference, used.source),
+                Evidence("the same in the other layers, median", usual, ""),
+                Evidence("modules past the limits, this one first", len(found), f"of {len(m.modules)}"),
+            ),
+            plans=(
+                Plan("clamp_channel", {"module": row["module"], "channel": channel, "limit": limit},
+                     f"channel {channel} of {row['module']} clamped to {limit:.3g}"),
+            ),
+            strength=ratio / used.value,
+        )
+    ]  # fmt: skip
+
+
+_DOWN = "model.layers.2.mlp.down_proj"
+_BLOCKS = [f"model.layers.{layer}" for layer in range(4)]
+RULE = Rule(
+    slug="activation-outlier",
+    order=702,
+    page=PAGE,
+    thresholds=THRESHOLDS,
+    examine=examine,
+    cases=(
+        Case(
+            "one MLP at 5 000, 9 on the baseline batch",
+            {"modules": _cases.modules({_DOWN: {"absmax": 5000.0, "baseline_absmax": 9.0}})},
+            True,
+        ),
+        Case(
+            "one MLP far past its siblings, no baseline", {"modules": _cases.modules({_DOWN: {"absmax": 5000.0}})}, True
+        ),
+        Case(
+            "near miss: massive activations, the same on the baseline batch",
+            {
+                "modules": _cases.modules(
+                    {
+                        name: {"absmax": 23_281.0, "baseline_absmax": 23_300.0, "position": 0}
+                        for name in (_DOWN, *_BLOCKS[2:])
+                    }
+                )
+            },
+            False,
+        ),
+        Case(
+            "near miss: massive activations without a baseline: the later blocks share the channel",
+            {
+                "modules": _cases.modules(
+                    {name: {"absmax": 23_281.0, "channel": 7, "position": 12} for name in (_DOWN, *_BLOCKS[2:])}
+                )
+            },
+            False,
+        ),
+        Case(
+            "near miss: one MLP at 20 x its siblings, no baseline",
+            {"modules": _cases.modules({_DOWN: {"absmax": 160.0}})},
+            False,
+        ),
+    ),
+)
