@@ -1,0 +1,166 @@
+"""A legitimate batch from another distribution than the run's: a statement, not a fault."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from stability_probe.judge import Case, Page, Plan, Rule, Skip, Suspect, Threshold
+from stability_probe.rules import _cases
+from stability_probe.rules._tables import finite, is_number, log_margin, median, records, reference_loss
+from stability_probe.schema import Evidence, Location, Remedy
+
+if TYPE_CHECKING:
+    from stability_probe.measure import Measurements
+
+THRESHOLDS = {
+    "shift": Threshold(
+        0.3, "nats from the reference", "means of ordinary batches of one mixture differ by less",
+        "the standard error of the mean over 2 000 tokens of spread 3 nats is 0.07; four of them",
+    ),
+    "sigmas": Threshold(6, "robust standard deviations of the logged loss", "the spike rule of long runs",
+                        "OLMo-core: a step is skipped at 6 standard deviations over 128 steps"),
+    "most_rows": Threshold(
+        0.75, "of the rows", "a shift moves the batch; one or two odd rows are those rows' affair",
+        "with fewer, dropping the odd rows would explain it",
+    ),
+    "noise": Threshold(
+        0.8, "x ln V", "well-formed text in a rare language stays well below a uniform guess",
+        "French on models whose own text is at 3 nats: 5.6 to 5.7 of 10.8",
+    ),
+    "ordinary_gradient": Threshold(
+        3, "x the reference's gradient norm", "hard text has larger gradients, by less than this",
+        "python benchmarks/healthy_ranges.py (gradient norms over five kinds of text)",
+    ),
+    "embedding": Threshold(
+        10, "x median row norm", "a row this large is a fault of the state that only its users see",
+        "rule embedding-row-outlier, large",
+    ),
+}  # fmt: skip
+
+PAGE = Page(
+    title="Data shift",
+    claim="The batch is well-formed text from another distribution than the run's usual: harder or easier, not broken.",
+    mechanism=(
+        "A mixture is drawn source by source. When a shuffle is shallow, a source runs out or a new phase begins, a "
+        "batch can come from one language or domain alone, and its loss then differs from the usual by what the model "
+        "knows of that domain. The log shows a step that looks like a spike and passes with the batch. Nothing is "
+        "wrong with weights, labels or numbers."
+    ),
+    signature=(
+        "Most rows moderately above (or below) the baseline or the log; the audit finds nothing; the loss is below "
+        "the unigram entropy or at least far below ln V; the gradient norm is ordinary."
+    ),
+    false_alarms=(
+        "Ids of another tokenizer cost more than the unigram entropy on every row. A few bad rows move the mean as "
+        "well, but the other rows are ordinary. A checkpoint that has been damaged raises the baseline batch too. "
+        "Without a baseline or a log nobody can say what is usual."
+    ),
+    proof="The baseline batch in its place is ordinary on the same checkpoint.",
+    remedies=(
+        Remedy("Keep the batch. Check the mixture ratio and the depth of the shuffle around it."),
+        Remedy("Judge such steps by a held-out set per domain, not by the training loss."),
+        Remedy("If the mixture was changed on purpose, expect the level of the loss to change with it."),
+    ),
+    references=(
+        "Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, section 5.1",
+        "Xie et al., DoReMi: Optimizing Data Mixtures Speeds Up Language Model Pretraining, 2023",
+    ),
+)  # fmt: skip
+
+
+def _well_formed(m: Measurements, t: dict[str, Threshold]) -> bool:
+    """Nothing in ids, labels or the rows that they use points to a defect."""
+    flagged = any(row["flags"] for row in records(m.rows))
+    offsets = {int(k): loss for k, loss in m.offset_losses.items() if is_number(loss)}
+    misplaced = bool(offsets) and 0 in offsets and min(offsets.values()) < offsets[0] - 0.5
+    large = any(row["norm"] >= t["embedding"].value * row["median_norm"] for row in records(m.embedding_rows))
+    return not (flagged or misplaced or large or m.bad_ids)  # fmt: skip
+
+
+def _ordinary_gradient(m: Measurements, t: dict[str, Threshold]) -> bool:
+    usual = m.baseline_grad_norm
+    if usual is None and m.log is not None:
+        usual = m.log.usual_grad_norm
+    return usual is None or not m.global_grad_norm > t["ordinary_gradient"].value * usual
+
+
+def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
+    usual, name = reference_loss(m)
+    if m.baseline_loss is not None and is_number(m.baseline_loss):
+        usual, name = m.baseline_loss, "baseline batch"
+    if usual is None:
+        raise Skip("nothing says what is usual; give a healthy batch with --baseline, or the log with --log")
+    limit = t["shift"].value if name == "baseline batch" else log_margin(m, t["shift"].value, t["sigmas"].value)
+    losses = finite(row["loss"] for row in records(m.rows))
+    shift = m.loss - usual
+    if not is_number(m.loss) or not losses or abs(shift) < limit or m.loss > t["noise"].value * math.log(m.vocab_size):
+        return []
+    moved = [loss for loss in losses if (loss - usual) * shift > 0 and abs(loss - usual) >= limit / 2]
+    if len(moved) < t["most_rows"].value * len(losses):
+        return []
+    if not _well_formed(m, t) or not _ordinary_gradient(m, t):
+        return []
+    side = "above" if shift > 0 else "below"
+    plans = (
+        (Plan("swap_baseline", {}, "the baseline batch in place of this one"),) if m.baseline_loss is not None else ()
+    )
+    evidence = [
+        Evidence("loss of this batch", m.loss, "nats", usual, name, limit, t["shift"].source),
+        Evidence("rows on the same side", len(moved), f"of {len(losses)}", threshold=t["most_rows"].value,
+                 source=t["most_rows"].source),
+        Evidence("median row", median(losses), "nats", usual, name),
+    ]  # fmt: skip
+    if m.unigram_entropy is not None:
+        evidence.append(Evidence("unigram entropy, pooled", m.unigram_entropy, "nats"))
+    return [
+        Suspect(
+            cause=RULE.slug,
+            summary=f"Well-formed text, {abs(shift):.2f} nats {side} the {name}: {len(moved)} of {len(losses)} rows "
+            f"are {'harder' if shift > 0 else 'easier'}, none is flagged.",
+            location=Location(),
+            evidence=tuple(evidence),
+            plans=plans,
+            strength=abs(shift) / limit,
+            measures=("loss",),
+            latent=not plans,
+            last_resort=True,
+        )
+    ]  # fmt: skip
+
+
+_HARD = _cases.rows({row: {"loss": 4.4 + 0.1 * row} for row in range(4)})
+RULE = Rule(
+    slug="data-shift",
+    order=306,
+    page=PAGE,
+    thresholds=THRESHOLDS,
+    examine=examine,
+    cases=(
+        Case("a batch of another language", {"loss": 4.55, "rows": _HARD, "baseline_loss": 3.4}, True),
+        Case(
+            "an easy domain, seen against the log",
+            {
+                "loss": 1.2, "rows": _cases.rows({row: {"loss": 1.2} for row in range(4)}),
+                "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05},
+            },
+            True,
+        ),
+        Case("near miss: as usual", {"baseline_loss": 3.3}, False),
+        Case(
+            "near miss: one row does it all",
+            {"loss": 4.3, "rows": _cases.rows({2: {"loss": 7.0}}), "baseline_loss": 3.4},
+            False,
+        ),
+        Case(
+            "near miss: as bad as a guess, on every row",
+            {"loss": 6.6, "rows": _cases.rows({row: {"loss": 6.6} for row in range(4)}), "baseline_loss": 3.4},
+            False,
+        ),
+        Case(
+            "near miss: the batch uses an embedding row that exploded",
+            {"loss": 4.55, "rows": _HARD, "baseline_loss": 3.4, "embedding_rows": [{"norm": 400.0}]},
+            False,
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,141 @@
+"""The optimizer's moments belong to other parameters or to another run."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
+from stability_probe.rules import _cases
+from stability_probe.rules._optimizer import with_moments
+from stability_probe.rules._tables import median
+from stability_probe.schema import Evidence, Location, Remedy
+
+if TYPE_CHECKING:
+    from stability_probe.measure import Measurements
+
+THRESHOLDS = {
+    "ratio": Threshold(
+        100, "sum g2 / sum v, median over tensors", "a healthy state is near 1; a batch ten times as hard reaches this "
+        "only with a gradient norm ten times the usual, which is checked",
+        "python benchmarks/healthy_ranges.py (after AdamW steps on healthy text)",
+    ),
+    "tensors": Threshold(
+        0.75, "of the tensors over 10", "a few stale tensors are stale-second-moment", "rule stale-second-moment"
+    ),
+    "ordinary_gradient": Threshold(
+        3, "x the reference's gradient norm", "with an unusual gradient the batch is to blame, not the state",
+        "python benchmarks/healthy_ranges.py (gradient norms over five kinds of text)",
+    ),
+    "damage": Threshold(
+        0.05, "nats", "a step of a healthy run changes the loss of a healthy batch by less",
+        "python benchmarks/healthy_ranges.py (one AdamW step on healthy text)",
+    ),
+}  # fmt: skip
+
+PAGE = Page(
+    title="Optimizer state mismatch",
+    claim="The second moments are far below the squared gradients in nearly all tensors: they are not this run's.",
+    mechanism=(
+        "After a restart the state may be loaded in another order of parameters, scaled differently, or started from "
+        "zero while the step counter, and with it the bias correction, says that it is warm. Every update is then too "
+        "large by the root of the lag: the first steps after the restart throw the whole model, and the loss jumps by "
+        "nats on any batch, even at a small learning rate."
+    ),
+    signature=(
+        "The sum of squared gradients over the sum of second moments far above 1 in nearly all tensors, with an "
+        "ordinary gradient; one simulated step raises the loss of a healthy batch by a lot."
+    ),
+    false_alarms=(
+        "Where only some tensors lag it is `stale-second-moment`. A batch with huge gradients lags everywhere as "
+        "well: the gradient norm is compared with the baseline's or the log's first. A learning rate that is too "
+        "high does damage with moments that fit."
+    ),
+    proof="The step is simulated with the second moments of all tensors raised to the squared gradient.",
+    remedies=(
+        Remedy("Restore the optimizer's state of the same step; check the order of its parameters by name."),
+        Remedy("If it is lost: start the moments anew, with their step at zero, and warm up the learning rate again."),
+        Remedy("Compare shapes, norms and step counters of the state with the model before the first step."),
+    ),
+    references=(
+        "PyTorch, torch.optim.Optimizer.load_state_dict: parameters are matched by position",
+        "Kingma and Ba, Adam: A Method for Stochastic Optimization, 2015, section 3 (bias correction)",
+    ),
+)
+
+
+def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
+    rows = with_moments(m)
+    ratios = [row["g2_over_v"] if math.isfinite(row["g2_over_v"]) else 1e30 for row in rows]
+    lag = median(ratios)
+    high = sum(ratio >= 10 for ratio in ratios)
+    usual = m.baseline_grad_norm
+    if usual is None and m.log is not None:
+        usual = m.log.usual_grad_norm
+    unusual = usual is not None and m.global_grad_norm > t["ordinary_gradient"].value * usual
+    # Without any reference a flagged batch may be what makes all gradients large.
+    unusual = unusual or (usual is None and any(m.rows["flags"]))
+    damage = m.step_effect.damage if m.step_effect is not None else math.nan
+    if lag < t["ratio"].value or high < t["tensors"].value * len(rows) or unusual or not damage >= t["damage"].value:
+        return []
+    names = [row["parameter"] for row in rows]
+    reference = (usual, "ordinary gradient norm") if usual is not None else (None, "")
+    return [
+        Suspect(
+            cause=RULE.slug,
+            summary=f"Squared gradients are {min(lag, 1e30):.3g} times the second moments in {high} of {len(rows)} "
+            f"tensors; one step moves the loss by {damage:+.2f} nats.",
+            location=Location(),
+            evidence=(
+                Evidence("sum g2 / sum v, median over tensors", lag, "", 1.0, "a state that follows the gradient",
+                         t["ratio"].value, t["ratio"].source),
+                Evidence("global gradient norm", m.global_grad_norm, "", *reference),
+                Evidence("loss after one step", damage, "nats more", 0.0, "before it", t["damage"].value,
+                         t["damage"].source),
+            ),
+            plans=(
+                Plan("simulated_step", {"refresh": names, "lr_factor": 1.0},
+                     "second moments of all tensors raised to the squared gradient"),
+            ),
+            strength=math.log10(lag),
+            measures=("step_damage",),
+        )
+    ]  # fmt: skip
+
+
+_ALL = _cases.parameters(everywhere={"g2_over_v": 4e4})
+RULE = Rule(
+    slug="optimizer-state-mismatch",
+    order=104,
+    page=PAGE,
+    thresholds=THRESHOLDS,
+    examine=examine,
+    cases=(
+        Case(
+            "moments of another run, the gradient as usual",
+            {"parameters": _ALL, "step_effect": {"damage": 3.6}, "baseline_grad_norm": 1.1},
+            True,
+        ),
+        Case(
+            "moments started from zero behind a warm counter",
+            {"parameters": _cases.parameters(everywhere={"g2_over_v": float("inf")}), "step_effect": {"damage": 5.0}},
+            True,
+        ),
+        Case(
+            "near miss: a batch with ten times the usual gradient",
+            {"parameters": _ALL, "step_effect": {"damage": 0.6}, "baseline_grad_norm": 0.1},
+            False,
+        ),
+        Case(
+            "near miss: one layer lags",
+            {
+                "parameters": [
+                    {**row, "g2_over_v": 4e4 if row["layer"] == 2 else 1.1} for row in _cases.parameters()
+                ],
+                "step_effect": {"damage": 2.0},
+            },
+            False,
+        ),
+        Case("near miss: the step does no damage", {"parameters": _ALL, "step_effect": {"damage": -0.01}}, False),
+    ),
+)  # fmt: skip

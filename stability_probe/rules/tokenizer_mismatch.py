@@ -1,0 +1,188 @@
+"""Ids that were written with another tokenizer, or wrapped by a narrow integer type."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from stability_probe.judge import Case, Page, Plan, Rule, Skip, Suspect, Threshold
+from stability_probe.rules import _cases
+from stability_probe.rules._audit import flagged_rows, row_evidence
+from stability_probe.rules._tables import finite, is_number, plural, records, reference_loss
+from stability_probe.schema import Evidence, Location, Remedy
+
+if TYPE_CHECKING:
+    from stability_probe.measure import Measurements
+
+THRESHOLDS = {
+    "over_unigrams": Threshold(
+        1.0, "nats over the pooled unigram entropy", "a model that knows only word frequencies reaches the unigram "
+        "entropy; only wrong predictions cost more",
+        "Shannon: the unigram entropy is the loss of the best context-free guess",
+    ),
+    "noise": Threshold(
+        0.7, "x ln V", "rare languages reach 5.7 of 10.8 nats; ids of another vocabulary 9 and more",
+        "French and Chinese on models whose own text is at 3 nats, measured",
+    ),
+    "most_rows": Threshold(
+        0.9, "of the rows", "a wrong tokenizer spoils every row; fewer are garbage rows", "one file, one tokenizer"
+    ),
+    "flag_score": Threshold(
+        1.0, "audit score", "text that does not survive decoding and encoding was not written by this tokenizer",
+        "stability_probe/audit (D6)",
+    ),
+}  # fmt: skip
+
+PAGE = Page(
+    title="Tokenizer mismatch",
+    claim="The ids of the batch were written with another tokenizer or vocabulary, or wrapped to a narrower integer.",
+    mechanism=(
+        "Ids are only names: read with another vocabulary, a sentence becomes a random walk over the embedding table. "
+        "The model predicts the words it knows and is confidently wrong everywhere, so the loss is above what a table "
+        "of word frequencies reaches. It happens when a shard of another run gets into the mixture, when special "
+        "tokens were added in another order, or when ids above 65 535 were stored in 16 bits and wrapped."
+    ),
+    signature=(
+        "Every row far above the unigram entropy pooled over batch and baseline, and near ln V; the baseline fine on "
+        "the same checkpoint; with a tokenizer at hand, decoding and encoding again does not give the ids back."
+    ),
+    false_alarms=(
+        "A few garbage rows are `garbage-tokens`. A foreign language is hard, but has structure, and stays far under "
+        "ln V. Labels at the wrong offset cost as much, but another offset is cheap. A single row's entropy is capped "
+        "by its length, so only the pooled one counts."
+    ),
+    proof="The baseline batch in its place is ordinary on the same checkpoint.",
+    remedies=(
+        Remedy("Tokenise the source again with this model's tokenizer."),
+        Remedy("Store a hash of the vocabulary in every shard, and compare it when the run starts."),
+        Remedy("Check the width and byte order of the stored ids."),
+    ),
+    references=(
+        "Shannon, A Mathematical Theory of Communication, 1948",
+        "nanoGPT, data/openwebtext/prepare.py: ids as uint16, which holds vocabularies up to 65 536",
+    ),
+)
+
+
+def _by_the_audit(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
+    rows = flagged_rows(m, RULE.slug, t["flag_score"].value)
+    if not rows:
+        return []
+    reason = rows[0]["reason"].partition(": ")[2].rstrip(".")
+    return [
+        Suspect(
+            cause=RULE.slug,
+            summary=f"{plural(len(rows), 'row')} do not survive decoding and encoding ({reason[:99]}).",
+            location=Location(rows=tuple(int(row["row"]) for row in rows)),
+            evidence=row_evidence(m, rows, t["flag_score"]),
+            plans=_plans(m),
+            strength=float(len(rows)),
+            latent=True,
+        )
+    ]
+
+
+def _plans(m: Measurements) -> tuple[Plan, ...]:
+    return (Plan("swap_baseline", {}, "the baseline batch in place of this one"),) if is_number(m.baseline_loss) else ()
+
+
+def _right_offset(m: Measurements) -> bool:
+    losses = {int(k): loss for k, loss in m.offset_losses.items() if is_number(loss)}
+    return 0 not in losses or min(losses.values()) >= losses[0] - 0.5
+
+
+def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
+    flagged = _by_the_audit(m, t)
+    if flagged:
+        return flagged
+    usual, name = reference_loss(m)
+    if is_number(m.baseline_loss):  # only the same checkpoint can clear the weights
+        usual, name = m.baseline_loss, "baseline batch"
+    if usual is None or m.unigram_entropy is None:
+        raise Skip("a healthy batch must show that the checkpoint is fine; give one with --baseline, or --tokenizer")
+    limit = max(m.unigram_entropy + t["over_unigrams"].value, t["noise"].value * math.log(m.vocab_size))
+    losses = finite(row["loss"] for row in records(m.rows))
+    over = [loss for loss in losses if loss >= limit]
+    odd_rows = any(row["norm"] >= 10 * row["median_norm"] for row in records(m.embedding_rows))
+    content = sum(bool(row["flags"]) for row in records(m.rows))
+    if not is_number(m.loss) or not losses or len(over) < t["most_rows"].value * len(losses):
+        return []
+    if (
+        usual >= m.unigram_entropy
+        or usual >= limit - 1
+        or odd_rows
+        or 2 * content >= len(losses)
+        or not _right_offset(m)
+    ):
+        return []
+    return [
+        Suspect(
+            cause=RULE.slug,
+            summary=f"{len(over)} of {len(losses)} rows cost {m.loss:.2f} nats, over the unigram entropy of "
+            f"{m.unigram_entropy:.2f}; the {name} costs {usual:.2f}.",
+            location=Location(rows=tuple(int(row["row"]) for row in records(m.rows) if row["loss"] >= limit)),
+            evidence=(
+                Evidence("loss of this batch", m.loss, "nats", usual, name, limit, t["over_unigrams"].source),
+                Evidence("unigram entropy, pooled over batch and baseline", m.unigram_entropy, "nats"),
+                Evidence("rows past the limit", len(over), f"of {len(losses)}", threshold=t["most_rows"].value,
+                         source=t["most_rows"].source),
+            ),
+            plans=_plans(m),
+            strength=m.loss / limit,
+            measures=("loss",),
+        )
+    ]  # fmt: skip
+
+
+_ALIEN = _cases.rows({row: {"loss": 6.4 + 0.1 * row} for row in range(4)})
+_ALIEN_LOSSES = {-1: 8.3, 0: 6.55, 1: 6.6, 2: 6.7, 3: 6.7}
+RULE = Rule(
+    slug="tokenizer-mismatch",
+    order=205,
+    page=PAGE,
+    thresholds=THRESHOLDS,
+    examine=examine,
+    cases=(
+        Case(
+            "every row far above the unigram entropy",
+            {"loss": 6.55, "rows": _ALIEN, "baseline_loss": 3.4, "offset_losses": _ALIEN_LOSSES},
+            True,
+        ),
+        Case(
+            "the round trip fails on every row",
+            {
+                "rows": _cases.rows(
+                    {
+                        row: {
+                            "audit_score": 1.0,
+                            "flags": ["tokenizer-mismatch"],
+                            "reason": "tokenizer-mismatch: 3 % kept",
+                        }
+                        for row in range(4)
+                    }
+                )
+            },
+            True,
+        ),
+        Case(
+            "near miss: one garbage row",
+            {"loss": 4.1, "rows": _cases.rows({1: {"loss": 6.6}}), "baseline_loss": 3.4},
+            False,
+        ),
+        Case(
+            "near miss: a rare language, below the unigram entropy plus a nat",
+            {"loss": 5.5, "rows": _cases.rows({row: {"loss": 5.5} for row in range(4)}), "baseline_loss": 3.4},
+            False,
+        ),
+        Case(
+            "near miss: labels at the wrong offset",
+            {"loss": 6.55, "rows": _ALIEN, "baseline_loss": 3.4, "offset_losses": {-1: 3.4, 0: 6.55, 1: 7.0}},
+            False,
+        ),
+        Case(
+            "near miss: the baseline is as bad: the checkpoint",
+            {"loss": 6.55, "rows": _ALIEN, "baseline_loss": 6.5, "offset_losses": _ALIEN_LOSSES},
+            False,
+        ),
+    ),
+)
