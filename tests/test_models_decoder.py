@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stability_probe.models.decoder import Decoder, DecoderConfig
@@ -139,6 +139,8 @@ def twin(model, tokens, mask=None):
 
 @settings(max_examples=25, deadline=None)
 @given(config=configs, masked=st.booleans())
+@example(config=DecoderConfig(**SIZES, n_kv_head=2, attention_softcap=0.5), masked=False)
+@example(config=DecoderConfig(**SIZES, n_kv_head=2, positions="rotary", mlp="swiglu", qk_norm=True), masked=True)
 def test_decoder_equals_its_twin(config, masked):
     model, tokens = make(config), ids(rows=2, positions=5)
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 1]]) if masked else None

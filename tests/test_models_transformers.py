@@ -93,7 +93,9 @@ def test_gradients_reach_the_experts(tmp_path):
 def test_missing_and_unexpected_keys_are_named(tmp_path):
     gone = "model.layers.1.mlp.up_proj.weight"
     folder = edited(saved(tmp_path, "llama"), **{gone: None, "model.extra.weight": torch.ones(2)})
-    first, second = load(folder), load(folder)
+    first = load(folder)
+    torch.manual_seed(99)
+    second = load(folder)
     assert first.keys.missing == (gone,) and first.keys.unexpected == ("model.extra.weight",)
     filled = first.module.get_parameter(gone)
     assert filled.isfinite().all() and 0 < filled.std() < 0.1  # the library's initial values…
