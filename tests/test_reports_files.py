@@ -166,7 +166,7 @@ JUNK = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.sampled_from(PLACES), junk=JUNK)
 def test_a_tampered_report_renders_or_is_refused(tmp_path, place, junk):
     data = copy.deepcopy(PLAIN)

@@ -11,7 +11,7 @@ from report_samples import SAMPLES, healthy, latent, repeated, unexplained
 from rich.cells import cell_len
 
 from stability_probe.reports import render, words
-from stability_probe.schema import Location, Outcome, Ranked, Report
+from stability_probe.schema import Evidence, Location, Outcome, Ranked, Report
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -161,3 +161,23 @@ def test_a_ranked_cause_without_a_reason_shows_its_summary():
     )
     text = render(dataclasses.replace(repeated(), verdict=verdict, interventions=()), "terminal", width=120)
     assert re.search(r"logit-drift +30 % +mean log Z is 500", text)
+
+
+def test_spans_that_overlap_are_one_place():
+    at = Location(rows=(1,), positions=((1, 20, 128), (1, 16, 128), (0, 3, 4), (1, 200, 210)))
+    assert words.where(at) == "row 0, token 3, row 1, tokens 16–127, row 1, tokens 200–209"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_value_in_words_does_not_squeeze_the_table(width):
+    told = "repeated-tokens: 84% of the row repeats with a period up to 512 (most: positions 20–128)"
+    evidence = (Evidence("audit of row 1", told, "", 0.5, told, 0.5, told), *repeated().outcomes[0].evidence)
+    ranked = (dataclasses.replace(repeated().verdict.ranked[0], evidence=evidence),)
+    report = dataclasses.replace(repeated(), verdict=dataclasses.replace(repeated().verdict, ranked=ranked))
+    shown = render(report, "terminal", width=width).split("Evidence")[1].split("What to do")[0]
+    assert len(shown.splitlines()) < 40
+
+
+def test_the_worst_token_comes_first_whoever_is_guilty():
+    tokens = render(repeated(), "terminal", width=120).split("Tokens, highest")[1].splitlines()
+    assert [line.split()[:2] for line in tokens[2:4]] == [["3", "1403"], ["0", "17"]]

@@ -144,7 +144,7 @@ def _poisoned(text: str):
     return dataclasses.replace(report, verdict=verdict, tables=tables, inputs=inputs, notes=(text,), probe_version=text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(NASTY)
 def test_a_poisoned_report_neither_acts_nor_overflows(text):
     report = _poisoned(text)

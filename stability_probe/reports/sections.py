@@ -96,7 +96,7 @@ def inputs(report: Report) -> list[tuple[str, str]]:
     for name, value in report.inputs.items():
         for item in value if isinstance(value, list) else [value]:
             if item not in (None, {}, []):
-                lines.append((name, _described(item)))
+                lines.append((str(name).replace("_", " "), _described(item)))
     return lines
 
 
@@ -105,7 +105,7 @@ def _described(item: object) -> str:
         return str(item)
     path = [str(item["path"])] if item.get("path") else []
     facts = [
-        f"{key} {words.number(value)[:12] if key == 'sha256' else words.number(value)}"
+        f"{str(key).replace('_', ' ')} {words.number(value)[:12] if key == 'sha256' else words.number(value)}"
         for key, value in item.items()
         if key != "path" and value not in (None, "", [], {}) and not isinstance(value, (dict, list))
     ]

@@ -51,13 +51,18 @@ class _Spec:
     columns: tuple[Column, ...]
     badness: Callable[[Row], tuple[float, ...]]
     guilty: Callable[[Row, Location], bool]
+    guilty_first: bool = True
 
 
 def _view(name: str, rows: list[Row], location: Location, most: int) -> View | None:
     if not rows:
         return None
     spec = _SPECS[name]
-    worst = sorted(rows, key=lambda row: (spec.guilty(row, location), *spec.badness(row)), reverse=True)[:most]
+
+    def order(row: Row) -> tuple[float, ...]:
+        return (float(spec.guilty_first and spec.guilty(row, location)), *spec.badness(row))
+
+    worst = sorted(rows, key=order, reverse=True)[:most]
     grid = [[column.text(row) for column in spec.columns] for row in worst]
     # A column that says nothing in any row (no baseline, no optimizer state) is left out.
     told = [i for i in range(len(spec.columns)) if i == 0 or any(line[i] not in ("", "–") for line in grid)]
@@ -117,7 +122,7 @@ def _row_badness(row: Row) -> tuple[float, ...]:
 def _row_findings(row: Row) -> str:
     """Flags and where they are: "repeated-tokens: tokens 811–1399"."""
     flags = ", ".join(str(flag) for flag in _listed(row.get("flags")))
-    found = _spans(row)
+    found = [(start, end) for _, start, end in words.merged(tuple((0, *pair) for pair in _spans(row)))]
     spans = ", ".join(words.span(start, end) for start, end in found[:2])
     more = f" and {len(found) - 2} more" if len(found) > 2 else ""
     return ": ".join(part for part in (flags, spans + more) if part) or str(row.get("reason") or "")
@@ -222,6 +227,7 @@ _SPECS: dict[str, _Spec] = {
         lambda row, at: any(
             row.get("row") == span[0] and span[1] <= _rank(row.get("position")) < span[2] for span in at.positions
         ),
+        guilty_first=False,  # a long span would crowd out the worst predictions
     ),
     "embedding_rows": _Spec(
         "Embedding rows out of line, largest share of the gradient first",

@@ -24,6 +24,7 @@ FORMAT = "terminal"
 EXTENSION = ".txt"
 MAX_ROWS = 8  # of each long table: a screenful in all; the JSON report holds every row
 MAX_EVIDENCE = 12
+MAX_VALUE = 20  # columns of a value; a value in words stands beside its name instead
 
 _MARKS = {"pass": ("✓", "green"), "fail": ("✗", "red"), "unknown": ("?", "yellow")}
 
@@ -130,9 +131,12 @@ def _evidence(report: Report) -> Iterator[RenderableType]:
     yield _heading("Evidence")
     table = _table("measured", "value", "reference", "limit", numbers=(1, 3), ratios=(5, 0, 3, 0))
     for item in items[:MAX_EVIDENCE]:
+        value, is_long = words.with_unit(item.value, item.unit), len(str(item.value)) > MAX_VALUE
         table.add_row(
-            _two_lines(item.what, f"limit: {item.source}" if item.source else ""),
-            Text(clean(words.with_unit(item.value, item.unit)), style="bold"),
+            _two_lines(
+                f"{item.what}: {value}" if is_long else item.what, f"limit: {item.source}" if item.source else ""
+            ),
+            Text("" if is_long else clean(value), style="bold", overflow="fold"),
             _two_lines(words.number(item.reference), item.reference_name),
             _text(words.number(item.threshold)),
         )
@@ -308,6 +312,9 @@ def _table(*headings: str, numbers: tuple[int, ...] = (), ratios: tuple[int, ...
             heading,
             justify="right" if i in numbers else "left",
             ratio=(ratios[i] or None) if ratios else None,
+            # Where some columns share what is left, no other may take all of it.
+            min_width=12 if ratios and ratios[i] else None,
+            max_width=26 if ratios and not ratios[i] else None,
             overflow="fold",
         )
     return table

@@ -117,7 +117,7 @@ def with_unit(value: Any, unit: str) -> str:
 
 def places(location: Location, most: int | None = None) -> list[tuple[str, str]]:
     """The facets of a location as (name, text), most telling first; `most` items of each, None for all."""
-    spans = [f"row {row}, {span(start, end)}" for row, start, end in location.positions]
+    spans = [f"row {row}, {span(start, end)}" for row, start, end in merged(location.positions)]
     spanned = {row for row, _, _ in location.positions}
     rows = [f"{row}" for row in location.rows if row not in spanned]
     heads = [f"layer {layer} head {head}" for layer, head in location.heads]
@@ -145,6 +145,17 @@ def where(location: Location) -> str:
 def span(start: int, end: int) -> str:
     """A half-open span as people say it: [811, 1400) is "tokens 811–1399"."""
     return f"token {start}" if end - start <= 1 else f"tokens {start}–{end - 1}"
+
+
+def merged(positions: tuple[tuple[int, int, int], ...]) -> list[tuple[int, int, int]]:
+    """The spans in order of row and start, those of one row that overlap or touch as one."""
+    out: list[tuple[int, int, int]] = []
+    for row, start, end in sorted(positions):
+        if out and out[-1][0] == row and start <= out[-1][2]:
+            out[-1] = (row, out[-1][1], max(end, out[-1][2]))
+        else:
+            out.append((row, start, end))
+    return out
 
 
 def _listed(items: list[str], most: int | None) -> str:
