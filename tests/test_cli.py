@@ -10,12 +10,12 @@ import types
 from pathlib import Path
 
 import pytest
-from report_samples import healthy, repeated, unexplained
 from typer.testing import CliRunner
 
 from stability_probe import cli
 from stability_probe.errors import ProbeError
 from stability_probe.reports import render, write
+from tests.report_samples import healthy, repeated, unexplained
 
 HEAVY = ("torch", "numpy", "pandas", "transformers")
 ROOT = Path(__file__).parent.parent

@@ -13,12 +13,12 @@ import sys
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from report_samples import SAMPLES, repeated
 
 from stability_probe import reports
 from stability_probe.errors import ProbeError
 from stability_probe.reports import check_destination, render, saved, write
 from stability_probe.schema import to_json
+from tests.report_samples import SAMPLES, repeated
 
 
 @pytest.mark.parametrize("name", ["run.md", "run.json", "run.txt", "RUN.JSON"])

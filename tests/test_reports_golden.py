@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-from report_samples import SAMPLES
 
 from stability_probe.reports import render
 from stability_probe.schema import report_from_json
+from tests.report_samples import SAMPLES
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYOUTS = {

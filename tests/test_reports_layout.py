@@ -7,11 +7,11 @@ import re
 
 import pytest
 from markdown_it import MarkdownIt
-from report_samples import SAMPLES, healthy, latent, repeated, unexplained
 from rich.cells import cell_len
 
 from stability_probe.reports import render, words
 from stability_probe.schema import Evidence, Location, Outcome, Ranked, Report
+from tests.report_samples import SAMPLES, healthy, latent, repeated, unexplained
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 

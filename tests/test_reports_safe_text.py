@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
-from report_samples import repeated
 from rich.cells import cell_len
 
 from stability_probe.reports import render
 from stability_probe.reports.safe_text import clean, code, fence, prose, shorten
 from stability_probe.schema import Location, Remedy
+from tests.report_samples import repeated
 
 NASTY = st.text(
     st.one_of(
