@@ -2,9 +2,9 @@
 
 One scale for all causes, the explained share: (before − after) / (before − reference), clipped to [0, 1].
 Two kinds of interventions have two kinds of reference. Changing the *data* (leaving rows out) is held against
-the baseline batch, else against the other rows of the batch. Changing the *state* (a weight, the labels, the
-numerics) is held against what the log says the run used to have, else against the best of all repairs tried:
-no repair improves a healthy model, so without an excess nothing is gained and nothing is explained.
+the rows that nothing points to, as long as these cost no more than the baseline batch does. Changing the *state*
+(a weight, the labels, the numerics) is held against what the log says the run used to have, else against the best
+of all repairs tried: no repair improves a healthy model, so without an excess nothing is gained and explained.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ GRAD_NOISE = math.log(1.5)
 # Mean |token loss gap| of a healthy 135M model in bf16 is 0.02–0.03 nats.
 PRECISION_NOISE = 0.05
 DAMAGE_NOISE = 0.02
+# Nats by which healthy text of one run differs from other healthy text of it, where nothing better is known.
+ORDINARY = 0.5
+# From this many rows on their spread is known well enough to be used.
+MANY_ROWS = 5
 # The most interventions that are replayed for one rule: the strongest suspects come first.
 TRIALS_PER_RULE = 4
 
@@ -161,12 +165,14 @@ def reference_for(measure: Measure, trial: Trial, trials: list[Trial], before: R
     m = bench.measurements
     if measure == "nonfinite":
         return 0.0
+    after = trial.reading[measure] if trial.reading is not None else math.nan
     if measure == "loss" and trial.of_the_data:
-        return m.baseline_loss if m.baseline_loss is not None else typical_row_loss(m, trial.plan)
+        return healthy_rest(m, suspected_rows(trials)) if rest_is_ordinary(m, after) else usual_loss(m)
     if measure == "loss" and m.log is not None and _above(before["loss"], m.log.usual_loss):
         return m.log.usual_loss
-    if measure == "grad_norm" and trial.of_the_data and m.baseline_grad_norm:
-        return m.baseline_grad_norm
+    if measure == "grad_norm" and trial.of_the_data:
+        usual = m.baseline_grad_norm
+        return usual if usual and math.log(max(after, 1e-30) / usual) > GRAD_NOISE else after
     if measure == "grad_norm" and m.log is not None and _above(before["grad_norm"], m.log.usual_grad_norm, 1.5):
         return m.log.usual_grad_norm
     reached = [t.reading[measure] for t in trials if t.reading is not None and measure in t.reading]
@@ -180,13 +186,46 @@ def _above(value: float, usual: float | None, factor: float = 1.0) -> bool:
     return usual is not None and math.isfinite(usual) and not value <= usual * factor
 
 
-def typical_row_loss(m: Measurements, plan: Plan) -> float | None:
-    """Median loss of the rows that the plan leaves in."""
-    named = set(plan.arguments.get("rows", ()))
-    kept = [
-        row["loss"] for row in m.rows.to_dict("records") if int(row["row"]) not in named and math.isfinite(row["loss"])
-    ]
-    return statistics.median(kept) if kept else None
+def usual_loss(m: Measurements) -> float | None:
+    """What a healthy batch costs on this checkpoint: the baseline's loss, else the log's."""
+    return m.baseline_loss if m.baseline_loss is not None else m.log.usual_loss if m.log else None
+
+
+def rest_is_ordinary(m: Measurements, after: float) -> bool:
+    """Whether what is left of the batch costs what healthy text costs, as far as that is known.
+
+    Batches differ in their mixture of text. So the rest of the batch is the reference for the rows that are
+    taken out, unless it is itself dearer than the baseline's dearest row (or the log's usual loss allows).
+    """
+    usual = usual_loss(m)
+    if usual is None:
+        return True
+    spread = m.log.loss_spread if m.log and m.log.loss_spread and m.baseline_loss is None else 0.0
+    dearest = max((loss for loss in m.baseline_row_losses if math.isfinite(loss)), default=usual)
+    return after <= max(dearest, usual + max(ORDINARY, 6 * spread))
+
+
+def suspected_rows(trials: list[Trial]) -> set[int]:
+    """Rows that any suspect's intervention takes out of the batch."""
+    return {int(row) for trial in trials if trial.of_the_data for row in trial.plan.arguments.get("rows", ())}
+
+
+def healthy_rest(m: Measurements, suspected: set[int]) -> float | None:
+    """Mean loss over the targets of the rows that nothing points to; None where there is none."""
+    kept = [r for r in m.rows.to_dict("records") if int(r["row"]) not in suspected and math.isfinite(r["loss"])]
+    targets = sum(row["valid_targets"] for row in kept)
+    if not targets:
+        return usual_loss(m)
+    centre, spread = _centre_and_spread([row["loss"] for row in kept])
+    reach = 3 * spread if len(kept) >= MANY_ROWS else math.inf
+    held = [min(max(row["loss"], centre - reach), centre + reach) for row in kept]
+    return sum(loss * row["valid_targets"] for loss, row in zip(held, kept, strict=True)) / targets
+
+
+def _centre_and_spread(values: list[float]) -> tuple[float, float]:
+    """Median and robust standard deviation (1.4826 × MAD)."""
+    centre = statistics.median(values)
+    return centre, 1.4826 * statistics.median(abs(value - centre) for value in values)
 
 
 def explained_share(
@@ -222,11 +261,9 @@ def noise_of(measure: Measure, before: float, bench: Bench, of_the_data: bool) -
     if not of_the_data:
         return floor
     losses = [loss for loss in bench.measurements.rows["loss"].tolist() if math.isfinite(loss)]
-    if len(losses) < 3:
+    if len(losses) < MANY_ROWS:
         return floor
-    centre = statistics.median(losses)
-    spread = 1.4826 * statistics.median(abs(loss - centre) for loss in losses)
-    return max(floor, spread / math.sqrt(len(losses)))
+    return max(floor, _centre_and_spread(losses)[1] / math.sqrt(len(losses)))
 
 
 def status_of(item: Judged) -> Status | None:
@@ -252,7 +289,7 @@ def rank(judged: list[Judged], order: dict[str, int]) -> list[tuple[Ranked, Susp
         known = best.get(item.suspect.cause)
         if known is None or _weight(status, item) > _weight(*known):
             best[item.suspect.cause] = (status, item)
-    entries = sorted(best.values(), key=lambda entry: _sort_key(*entry, order))
+    entries = sorted(best.values(), key=lambda entry: _sort_key(entry[0], entry[1], order))
     proved = any(status in ("decisive", "confirmed") and not item.suspect.last_resort for status, item in entries)
     kept = [(status, item) for status, item in entries if not (proved and item.suspect.last_resort)]
     return [(_ranked(item.suspect, status, item.explained), item.suspect) for status, item in kept]
@@ -380,8 +417,8 @@ def healthy_notes(m: Measurements) -> tuple[str, ...]:
         same = int((blocks["channel"] == worst["channel"]).sum())
         notes.append(
             f"Activations of {worst['absmax']:,.0f} in the residual stream: channel {int(worst['channel'])} at "
-            f"position {int(worst['position'])}, the same channel in {same} of {len(blocks)} blocks. Massive activations of a "
-            "trained model, which it uses as a bias; loss, gradient and bf16 are ordinary with them."
+            f"position {int(worst['position'])}, the same channel in {same} of {len(blocks)} blocks. "
+            "Massive activations of a trained model, which it uses as a bias; loss, gradient and bf16 are ordinary."
         )
     sinks = m.heads[(m.heads["entropy"] < 1.0) & (m.heads["max_logit"] < 100.0)]
     if len(sinks):

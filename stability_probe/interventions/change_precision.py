@@ -33,7 +33,7 @@ def in_fp32(module: nn.Module, names: list[str]) -> Iterator[None]:
         for name in names:
             part = module.get_submodule(name)
             own = part.__dict__.get("forward")
-            part.forward = functools.partial(_fp32_forward, part.forward)  # type: ignore[method-assign]
+            part.forward = functools.partial(_fp32_forward, part.forward)
             stack.callback(_restore_forward, part, own)
         yield
 
@@ -42,7 +42,7 @@ def _restore_forward(part: nn.Module, own: Any) -> None:
     if own is None:
         del part.forward
     else:
-        part.forward = own  # type: ignore[method-assign]
+        part.forward = own
 
 
 def _fp32_forward(forward: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,8 +12,7 @@ OF_THE_DATA = False
 def trial(bench: Bench, parameter: str, indices: list[tuple[int, ...]]) -> Reading:
     """Replay with those elements replaced."""
     tensor = bench.subject.module.get_parameter(parameter).detach().clone()
-    # A NaN sorts last, so the median of what is stored stays the median of what is sound.
-    median = tensor.flatten()[:: max(1, tensor.numel() // 65_536)].median()
+    median = tensor.flatten()[:: max(1, tensor.numel() // 65_536)].nanmedian()
     for index in indices:
         tensor[tuple(index)] = median
     return bench.read(functools.partial(swapped, bench.subject.module, {parameter: tensor}))

@@ -100,7 +100,7 @@ class Anatomy:
             return name
         block = self.blocks[layer]
         stem = block.rsplit(".", 1)[0] if "." in block else block
-        return f"{stem}.*{name[len(block):]}"
+        return f"{stem}.*{name[len(block) :]}"
 
 
 def dissect(module: nn.Module) -> Anatomy:

@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 CHUNK = 128
 # Masks are −inf, finfo.min or a large round number such as −1e4 or −1e9; no learned logit or bias goes there.
 MASKED = -9_999.0
+# The same seen after a logit was added to it; the largest logits, on the other side, are never hidden by this.
+MASKED_SUM = -5_000.0
 # exp(−80) is 2e-35: a key that far below the maximum weighs nothing, and 0 · −inf is never formed.
 FLOOR = -80.0
 
@@ -102,7 +104,7 @@ def statistics_from_logits(logits_BHTS: Tensor, first_query: int = 0) -> HeadSta
 
     def chunk(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         logits = logits_BHTS[:, :, start:stop].float()
-        return logits, logits, ~(logits <= MASKED)
+        return logits, logits, ~(logits <= MASKED_SUM)
 
     return _statistics(chunk, first_query, T)
 

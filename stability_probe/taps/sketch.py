@@ -38,4 +38,5 @@ def sketch(values: Tensor, seed: int = 0) -> Tensor:
         result += signs[:whole] @ grid
     rest = flat[whole * WIDTH :]
     result[: rest.numel()] += signs[whole] * rest.float()
-    return result
+    # Tensors of different seeds meet in one sketch: their cells are turned and signed apart from each other.
+    return (result * _signs(WIDTH, seed, str(flat.device))).roll(seed * 1009)
