@@ -1,0 +1,205 @@
+"""Excess, explained share and ranking: what may be said, and how surely."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stability_probe.confirm import (
+    Judged,
+    Trial,
+    explained_share,
+    healthy_notes,
+    judge_trials,
+    outcomes_after,
+    rank,
+    rest_is_ordinary,
+    status_of,
+    unexplained_excess,
+    verdict_of,
+)
+from stability_probe.judge import Plan, Suspect, load_rules
+from stability_probe.measure import LogFacts
+from stability_probe.schema import Location, Outcome
+from tests.rule_tables import measurements_from
+
+RULES = load_rules()
+ORDER = {rule.slug: rule.order for rule in RULES}
+
+
+def bench_of(trace_loss=None, **tables):
+    measurements = measurements_from(tables)
+    loss = measurements.loss if trace_loss is None else trace_loss
+    trace = SimpleNamespace(loss=loss, global_grad_norm=measurements.global_grad_norm, valid_targets=100)
+    return SimpleNamespace(measurements=measurements, trace=trace)
+
+
+def suspect(cause="corrupt-weights", **changes):
+    return Suspect(cause, f"{cause} somewhere", Location(), (), **changes)
+
+
+def trial(who, after, measure="loss", of_the_data=False, **arguments):
+    return Trial(who, Plan("replace_elements", arguments, "changed"), of_the_data, {measure: after})
+
+
+finite = st.floats(0, 20, allow_nan=False)
+
+
+@given(finite, finite, finite, st.booleans())
+def test_a_share_is_a_share_or_nothing(before, after, reference, of_the_data):
+    share = explained_share("loss", before, after, reference, bench_of(), of_the_data)
+    assert share is None or 0.0 <= share <= 1.0
+
+
+@given(finite, finite)
+def test_reaching_the_reference_explains_everything(before, reference):
+    share = explained_share("loss", before, reference, reference, bench_of(), False)
+    assert share is None or share == pytest.approx(1.0)
+    assert (share is None) == (before - reference <= max(0.02, 0.005 * before))
+
+
+@given(finite)
+def test_a_change_that_changes_nothing_explains_nothing(before):
+    assert explained_share("loss", before, before, 0.0, bench_of(), False) in (None, 0.0)
+
+
+def test_a_repair_that_raises_the_loss_is_no_repair():
+    assert explained_share("loss", 3.0, 2.0, 3.5, bench_of(), False) is None
+    assert explained_share("loss", 3.0, 3.5, 2.0, bench_of(), False) == 0.0
+
+
+def test_an_unreasonably_low_loss_is_an_excess_of_the_data_only():
+    assert explained_share("loss", 1.4, 2.0, 2.0, bench_of(), True) == 1.0
+    assert explained_share("loss", 1.4, 2.0, 2.0, bench_of(), False) is None
+
+
+def test_nonfinite_values_are_explained_by_what_makes_them_finite():
+    assert explained_share("nonfinite", 1.0, 0.0, 0.0, bench_of(), False) == 1.0
+    assert explained_share("nonfinite", 1.0, 1.0, 0.0, bench_of(), False) == 0.0
+    assert explained_share("nonfinite", 0.0, 0.0, 0.0, bench_of(), False) is None
+    assert explained_share("loss", math.nan, 3.0, 3.0, bench_of(), False) == 1.0
+    assert explained_share("loss", math.inf, math.nan, 3.0, bench_of(), False) is None
+
+
+def test_without_any_reference_the_best_repair_is_the_reference():
+    good, idle = suspect("corrupt-weights"), suspect("attention-logit-growth")
+    trials = [trial(good, 2.6), trial(idle, 7.9)]
+    bench = bench_of(loss=8.1)
+    assert judge_trials(good, trials, {"loss": 8.1}, bench).explained == pytest.approx(1.0)
+    assert judge_trials(idle, trials, {"loss": 8.1}, bench).explained == pytest.approx(0.2 / 5.5)
+
+
+def test_the_logs_usual_loss_is_the_reference_of_a_state():
+    who = suspect()
+    bench = bench_of(loss=4.4, log={"usual_loss": 3.4, "step": 10})
+    assert judge_trials(who, [trial(who, 3.9)], {"loss": 4.4}, bench).explained == pytest.approx(0.5)
+
+
+def test_no_repair_improves_a_healthy_model_so_nothing_is_named():
+    names = ("corrupt-weights", "attention-logit-growth", "logit-drift")
+    suspects = [suspect(name) for name in names]
+    trials = [trial(who, 2.625 + gain) for who, gain in zip(suspects, (0.01, -0.005, 1.5), strict=True)]
+    bench = bench_of(loss=2.625)
+    judged = [judge_trials(who, trials, {"loss": 2.625}, bench) for who in suspects]
+    assert all(item.explained is None for item in judged)
+    verdict = verdict_of(rank(judged, ORDER), judged, RULES, bench, [])
+    assert verdict.cause == "none"
+
+
+def test_ties_go_to_the_cause_that_stands_higher():
+    judged = [Judged(suspect("learning-rate-too-high"), 1.0, ()), Judged(suspect("stale-second-moment"), 0.97, ())]
+    assert [entry.cause for entry, _ in rank(judged, ORDER)] == ["stale-second-moment", "learning-rate-too-high"]
+
+
+def test_a_larger_share_goes_before_a_higher_cause():
+    judged = [Judged(suspect("corrupt-weights"), 0.55, ()), Judged(suspect("repeated-tokens"), 0.98, ())]
+    assert [entry.cause for entry, _ in rank(judged, ORDER)] == ["repeated-tokens", "corrupt-weights"]
+
+
+def test_a_confirmed_cause_outranks_a_latent_one_and_a_latent_one_outranks_none():
+    latent = Judged(suspect("attention-logit-growth", latent=True), None, ())
+    confirmed = Judged(suspect("repeated-tokens"), 0.9, ())
+    assert [entry.status for entry, _ in rank([latent, confirmed], ORDER)] == ["confirmed", "latent"]
+    assert rank([latent], ORDER)[0][0].status == "latent"
+
+
+def test_a_statement_about_the_batch_counts_only_where_nothing_else_explains():
+    shift = Judged(suspect("data-shift", last_resort=True), 1.0, ())
+    rows = Judged(suspect("repeated-tokens"), 0.6, ())
+    assert [entry.cause for entry, _ in rank([shift, rows], ORDER)] == ["repeated-tokens"]
+    assert [entry.cause for entry, _ in rank([shift], ORDER)] == ["data-shift"]
+
+
+@pytest.mark.parametrize(
+    ("explained", "changes", "status"),
+    [
+        (0.5, {}, "confirmed"),
+        (0.3, {}, "likely"),
+        (0.2, {}, None),
+        (None, {}, None),
+        (None, {"latent": True}, "latent"),
+        (0.1, {"latent": True}, "latent"),
+        (0.0, {"decisive": True}, "decisive"),
+    ],
+)
+def test_status(explained, changes, status):
+    assert status_of(Judged(suspect(**changes), explained, ())) == status
+
+
+def test_an_intervention_that_cannot_run_leaves_its_suspect_likely():
+    assert status_of(Judged(suspect(), None, (), untested="no row would be left")) == "likely"
+
+
+def test_the_rest_of_the_batch_is_no_reference_where_it_is_dear_itself():
+    measured = measurements_from({"baseline_loss": 2.5, "baseline_row_losses": (2.2, 2.8)})
+    assert rest_is_ordinary(measured, 2.9)
+    assert not rest_is_ordinary(measured, 4.5)
+
+
+def test_an_excess_that_nothing_explains_is_said():
+    bench = bench_of(loss=6.0, trace_loss=6.0, log={"usual_loss": 3.4, "step": 10, "loss_spread": 0.05})
+    assert "above the log's usual" in unexplained_excess(bench)
+    assert verdict_of([], [], RULES, bench, []).cause == "unexplained"
+
+
+def test_a_latent_danger_does_not_hide_an_unexplained_excess():
+    bench = bench_of(loss=6.0, trace_loss=6.0, log={"usual_loss": 3.4, "step": 10, "loss_spread": 0.05})
+    judged = [Judged(suspect("attention-logit-growth", latent=True), None, ())]
+    verdict = verdict_of(rank(judged, ORDER), judged, RULES, bench, [])
+    assert verdict.cause == "unexplained"
+    assert verdict.ranked[0].cause == "attention-logit-growth"
+
+
+def test_a_healthy_batch_leaves_nothing_to_explain():
+    assert unexplained_excess(bench_of()) == ""
+
+
+def test_a_nan_in_fp32_is_an_excess():
+    assert "nan" in unexplained_excess(bench_of(loss=math.nan, trace_loss=math.nan))
+
+
+def test_alarming_numbers_of_a_healthy_model_are_told_with_their_reason():
+    measured = measurements_from({})
+    modules = measured.modules.copy()
+    modules.loc[modules["role"] == "block", "absmax"] = 23_281.0
+    notes = healthy_notes(dataclasses.replace(measured, modules=modules, log_z_mean=27.6))
+    assert any("23,281" in note for note in notes)
+    assert any("27.6" in note for note in notes)
+
+
+def test_cleared_suspects_are_not_reported_as_found():
+    outcomes = [
+        Outcome("logit-drift", "found", "log Z is far away"),
+        Outcome("fp16-overflow", "clear", "no sign of it"),
+    ]
+    bench = bench_of()
+    after = outcomes_after(outcomes, verdict_of([], [], RULES, bench, []))
+    assert [outcome.status for outcome in after] == ["clear", "clear"]
+    assert after[0].reason.startswith("cleared by its intervention")
+
+
+def test_log_facts_are_optional():
+    assert unexplained_excess(bench_of(log=dataclasses.asdict(LogFacts(step=3)))) == ""
