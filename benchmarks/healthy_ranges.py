@@ -1,0 +1,209 @@
+"""What a healthy model looks like to the rules: the measured ranges that their thresholds cite.
+
+    python benchmarks/healthy_ranges.py              # SmolLM2-135M on five kinds of text, a few minutes on two cores
+    python benchmarks/healthy_ranges.py --optimizer  # also a few AdamW steps, and the sixth one simulated (3 GB)
+
+Every kind is judged alone and against the documentation as baseline; a rule that fires here is a false alarm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pydoc_data.topics
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from fixtures import tiny_text
+from fixtures.smollm2 import smollm2_folder
+from stability_probe.incident import Request, load_incident
+from stability_probe.judge import judge, load_rules
+from stability_probe.measure import Measurements
+from stability_probe.pipeline import examine
+from stability_probe.replay import Subject
+
+ROWS, LENGTH = 4, 256
+
+
+def texts() -> dict[str, str]:
+    rng = random.Random(0)
+    return {
+        "docs": "\n".join(pydoc_data.topics.topics[name] for name in ("import", "class", "exceptions", "with", "try")),
+        "python": tiny_text.source("argparse") + tiny_text.source("ast"),
+        "csv": tiny_text.table(rng, 400),
+        "chinese": tiny_text.chinese(rng, 400),
+        "chat": tiny_text.chat(rng, 200),
+    }
+
+
+def batches(folder: Path) -> dict[str, Path]:
+    """One saved batch per kind of text."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
+    paths = {}
+    for kind, text in texts().items():
+        ids = tokenizer(text)["input_ids"][: ROWS * LENGTH]
+        paths[kind] = folder / f"{kind}.pt"
+        torch.save({"input_ids": torch.tensor(ids).reshape(ROWS, LENGTH)}, paths[kind])
+    return paths
+
+
+def measured(batch: Path, baselines: tuple[Path, ...] = ()) -> Measurements:
+    incident = load_incident(Request(ckpt=smollm2_folder(), batch=batch, baselines=baselines))
+    bench, _, _ = examine(incident, Subject.of(incident.model.module, "cpu"))
+    return bench.measurements
+
+
+def spread(values: list[float]) -> str:
+    return f"{min(values):.4g} … {statistics.median(values):.4g} … {max(values):.4g}"
+
+
+def ranges(m: Measurements) -> Iterator[tuple[str, str]]:
+    """(what, numbers) of everything that a threshold cites."""
+    heads = m.heads["max_logit"].tolist()
+    yield "largest attention logit per head", spread(heads)
+    yield "  over the median head", f"{max(heads) / statistics.median(heads):.2f}"
+    yield "attention entropy, nats", spread(m.heads["entropy"].tolist())
+    blocks = m.modules[m.modules["role"] == "block"]
+    yield "largest |residual| per block", spread(blocks["absmax"].tolist())
+    yield "gradient norm at the blocks' outputs", spread(blocks["grad_norm"].tolist())
+    yield "mean log Z, largest |logit|", f"{m.log_z_mean:.2f}, {m.logit_absmax:.2f}"
+    gap = m.precisions["bf16"]
+    yield (
+        "bf16 gap per token, of it rounding, recentred",
+        f"{gap.token_gap:.4f}, {gap.rounding_gap}, {gap.recentred_gap}",
+    )
+    for role in ("attention", "mlp", "norm", "linear", "block"):
+        found = m.modules[(m.modules["role"] == role) & m.modules["gap_bf16"].notna()]["gap_bf16"].tolist()
+        if found:
+            yield f"relative error in bf16, {role}", spread(found)
+    yield "relative gradient error in bf16, parameters", spread(m.parameters["gap_bf16"].dropna().tolist())
+    yield "loss by offset", ", ".join(f"{k:+d}: {v:.2f}" for k, v in sorted(m.offset_losses.items()))
+    yield "row losses", spread(m.rows["loss"].tolist())
+    yield "gradient norm", f"{m.global_grad_norm:.3f}"
+    yield "unigram entropy", f"{m.unigram_entropy:.2f}"
+
+
+def weight_ranges(m: Measurements) -> Iterator[tuple[str, str]]:
+    table = m.parameters
+    yield "largest |w| / median |w|", spread((table["absmax"] / table["median_abs"]).tolist())
+    yield "constant tensors", str(int(table["constant"].notna().sum()))
+    inside = table[table["layer"] >= 0]
+    usual = inside.groupby("kind")["rms"].transform("median")
+    yield "rms / median of siblings", spread((inside["rms"] / usual).tolist())
+    largest = inside.groupby("kind")["absmax"].agg(lambda x: x.max() / x.median())
+    yield "largest |w| / median of siblings' largest", spread(largest.tolist())
+
+
+def embedding_range() -> str:
+    incident = load_incident_for_weights()
+    norms = incident.get_input_embeddings().weight.detach().norm(dim=1)
+    return spread((norms / norms.median()).tolist())
+
+
+def load_incident_for_weights() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(smollm2_folder())
+
+
+def fired(m: Measurements) -> list[str]:
+    return [f"{suspect.cause}: {suspect.summary}" for suspect in judge(load_rules(), m)[0]]
+
+
+def optimizer_ranges(paths: dict[str, Path], steps: int = 6, lr: float = 2e-5) -> Iterator[tuple[str, str]]:
+    """g²/v̂ per tensor and the damage of one step, after a few AdamW steps on documentation and source."""
+    from stability_probe.checkpoints.base import OptimizerGroup, OptimizerState
+    from stability_probe.optimizer_step import StepSetting, clip_factor, stepped, tensor_steps
+
+    model = load_incident_for_weights()
+    adamw = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    rows = torch.cat([torch.load(paths[kind])["input_ids"] for kind in ("docs", "python")])
+    rng = torch.Generator().manual_seed(0)
+
+    def gradients() -> float:
+        picked = rows[torch.randperm(len(rows), generator=rng)[:4]]
+        model(picked, labels=picked).loss.backward()
+        return float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+
+    for _ in range(steps):
+        norm = gradients()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.step()
+        adamw.zero_grad()
+    norm = gradients()
+    names = {name: adamw.state[parameter] for name, parameter in model.named_parameters()}
+    state = OptimizerState(
+        kind="adamw",
+        exp_avg={name: s["exp_avg"] for name, s in names.items()},
+        exp_avg_sq={name: s["exp_avg_sq"] for name, s in names.items()},
+        step={name: int(s["step"]) for name, s in names.items()},
+        groups=(OptimizerGroup(lr, (0.9, 0.95), 1e-8, 0.1),),
+        group_of=dict.fromkeys(names, 0),
+        naming="by name",
+    )
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    setting = StepSetting(lr=lr, clip_factor=clip_factor(norm, 1.0))
+    found = tensor_steps(model, grads, state, setting)
+    yield "sum g2 / sum v over tensors", spread([step.g2_over_v for step in found.values()])
+    yield "update rms / weight rms", spread([step.update_ratio for step in found.values()])
+    held_out = torch.load(paths["chat"])["input_ids"]
+    with torch.no_grad():
+        before = model(held_out, labels=held_out).loss.item()
+        with stepped(model, grads, state, setting):
+            after = model(held_out, labels=held_out).loss.item()
+    yield "damage of the step to another kind of text, nats", f"{after - before:+.4f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--optimizer", action="store_true")
+    parser.add_argument("kinds", nargs="*", help="of docs, python, csv, chinese, chat; all without any")
+    given = parser.parse_args()
+    alarms = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        paths = batches(Path(scratch))
+        kinds = given.kinds or list(paths)
+        for number, kind in enumerate(kinds):
+            m = measured(paths[kind], () if kind == "docs" else (paths["docs"],))
+            if not number:
+                print("== weights")
+                for what, numbers in weight_ranges(m):
+                    print(f"{what:<48} {numbers}")
+                print(f"{'embedding row norm / median':<48} {embedding_range()}")
+            print(f"== {kind}: loss {m.loss:.4f}, baseline {m.baseline_loss}")
+            for what, numbers in ranges(m):
+                print(f"{what:<48} {numbers}")
+            alone = dataclasses.replace(m, baseline_loss=None, baseline_grad_norm=None, baseline_row_losses=())
+            for name, one in (("with the baseline", m), ("alone", _without_baseline_columns(alone))):
+                found = fired(one)
+                alarms += len(found)
+                print(f"rules that fire {name}: {found or 'none'}", flush=True)
+        if given.optimizer:
+            print("== optimizer")
+            for what, numbers in optimizer_ranges(paths):
+                print(f"{what:<48} {numbers}")
+    print(f"{alarms} alarms (data-shift against the baseline of another kind is no alarm)")
+
+
+def _without_baseline_columns(m: Measurements) -> Measurements:
+    frames = {}
+    for name in ("modules", "heads", "parameters"):
+        frame = getattr(m, name).copy()
+        frame.loc[:, [column for column in frame.columns if column.startswith("baseline_")]] = float("nan")
+        frames[name] = frame
+    return dataclasses.replace(m, **frames)
+
+
+if __name__ == "__main__":
+    main()
