@@ -6,12 +6,24 @@ import subprocess
 import sys
 
 import pytest
-from rule_tables import measurements_from
 
-from stability_probe.judge import Case, Rule, judge, load_rules
+from stability_probe.judge import Case, Rule, Suspect, judge, load_rules
+from stability_probe.schema import Outcome
+from tests.rule_tables import measurements_from
 
 RULES = load_rules()
 CASES = [pytest.param(rule, case, id=f"{rule.slug}: {case.name}") for rule in RULES for case in rule.cases]
+
+
+_JUDGED: dict[tuple[str, str], tuple[list[Suspect], list[Outcome]]] = {}
+
+
+def judged(rule: Rule, case: Case) -> tuple[list[Suspect], list[Outcome]]:
+    """Each case is judged once for all tests: building its data frames is what takes the time."""
+    key = (rule.slug, case.name)
+    if key not in _JUDGED:
+        _JUDGED[key] = judge((rule,), measurements_from(case.tables))
+    return _JUDGED[key]
 
 
 def by_slug(rule: Rule) -> str:
@@ -20,7 +32,7 @@ def by_slug(rule: Rule) -> str:
 
 @pytest.mark.parametrize(("rule", "case"), CASES)
 def test_case(rule: Rule, case: Case) -> None:
-    suspects, (outcome,) = judge((rule,), measurements_from(case.tables))
+    suspects, (outcome,) = judged(rule, case)
     assert outcome.status != "crashed", outcome.reason
     assert (outcome.status == "found") is case.fires, outcome
     assert bool(suspects) is case.fires
@@ -59,7 +71,7 @@ def test_limits_are_reasoned(rule: Rule) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=by_slug)
 def test_suspects_are_well_formed(rule: Rule) -> None:
     for case in rule.cases:
-        for suspect in judge((rule,), measurements_from(case.tables))[0]:
+        for suspect in judged(rule, case)[0]:
             assert suspect.cause == rule.slug
             assert suspect.summary.endswith(".")
             assert len(suspect.summary) < 300

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from stability_probe.measure import Measurements
 
 
+def no_moments(m: Measurements) -> str:
+    """Why nothing can be said about the step, and what to supply."""
+    return m.optimizer_missing or "no usable optimizer state beside the checkpoint; give it with --optimizer PATH"
+
+
 def lagging(row: Record) -> float:
     """Sum g² over sum v̂ of one tensor, for a gradient of ordinary size.
 
@@ -32,8 +37,7 @@ def with_moments(m: Measurements) -> list[Record]:
     """
     known = [row for row in records(m.parameters) if not math.isnan(row["g2_over_v"])]
     if not known:
-        missing = m.optimizer_missing or "no optimizer state was found in or beside the checkpoint"
-        raise Skip(f"{missing}; give it with --optimizer PATH")
+        raise Skip(no_moments(m))
     return known
 
 

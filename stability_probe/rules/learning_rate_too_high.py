@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Skip, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._optimizer import usual_lag
+from stability_probe.rules._optimizer import no_moments, usual_lag
 from stability_probe.rules._tables import finite, is_number, records
 from stability_probe.schema import Evidence, Location, Remedy
 
@@ -77,8 +77,7 @@ def _single_tensors(m: Measurements, t: dict[str, Threshold]) -> bool:
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     effect = m.step_effect
     if effect is None:
-        missing = m.optimizer_missing or "no optimizer state was found in or beside the checkpoint"
-        raise Skip(f"{missing}; give it with --optimizer PATH, so that a step can be simulated")
+        raise Skip(no_moments(m))
     quarter = effect.damage_by_lr.get(0.25)
     if not effect.damage >= t["damage"].value or quarter is None or _single_tensors(m, t):
         return []

@@ -1,0 +1,170 @@
+"""Laws of the rules: the order of rows and tables is no evidence, and their arithmetic has slower twins."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from stability_probe.judge import Case, Rule, Suspect, judge, load_rules
+from stability_probe.rules import _cases
+from stability_probe.rules._tables import median, quantile
+from stability_probe.rules.attention_logit_growth import RULE as GROWTH
+from stability_probe.rules.attention_scale import uniform_entropy
+from stability_probe.rules.corrupt_weights import flipped_bit
+from stability_probe.rules.label_misalignment import RULE as LABELS
+from stability_probe.rules.logit_drift import bf16_spacing
+from stability_probe.rules.not_reproduced import clean_factor
+from tests.rule_tables import measurements_from
+
+RULES = load_rules()
+# Cases that give a `rows` table: what they conclude may name rows.
+ROW_CASES = [(rule, case) for rule in RULES for case in rule.cases if case.fires and "rows" in case.tables]
+
+
+def renamed(suspect: Suspect, new: dict[int, int]) -> tuple[object, ...]:
+    """What a suspect says about rows, with the rows under their new numbers, as sets."""
+    place = suspect.location
+    return (
+        suspect.cause,
+        suspect.latent,
+        suspect.decisive,
+        frozenset(new[row] for row in place.rows),
+        frozenset((new[row], start, end) for row, start, end in place.positions),
+        tuple(sorted(plan.intervention for plan in suspect.plans)),
+    )
+
+
+@given(st.sampled_from(ROW_CASES), st.permutations(range(_cases.ROWS)))
+@settings(max_examples=30, deadline=None)
+def test_permuting_rows_permutes_the_location_only(example: tuple[Rule, Case], order: list[int]) -> None:
+    rule, case = example
+    table = case.tables["rows"]
+    moved = [{**table[old], "row": new} for new, old in enumerate(order)]
+    tables = {**case.tables, "rows": moved}
+    if "row_offset_losses" in tables:
+        tables["row_offset_losses"] = [tables["row_offset_losses"][old] for old in order]
+    new = {old: place for place, old in enumerate(order)}
+    same = {row: row for row in range(_cases.ROWS)}
+    before = {renamed(s, new) for s in judge((rule,), measurements_from(case.tables))[0]}
+    after = {renamed(s, same) for s in judge((rule,), measurements_from(tables))[0]}
+    assert before == after
+
+
+@given(st.permutations(range(_cases.ROWS)))
+@settings(max_examples=8, deadline=None)
+def test_a_misaligned_row_is_found_wherever_it_stands(order: list[int]) -> None:
+    right, wrong = {-1: 8.1, 0: 3.4, 1: 6.6}, {-1: 3.4, 0: 8.9, 1: 9.3}
+    losses = [wrong if old == 0 else right for old in order]
+    (suspect,) = judge((LABELS,), measurements_from({"row_offset_losses": losses}))[0]
+    assert suspect.location.rows == (order.index(0),)
+    assert suspect.plans[0].arguments == {"offset": -1, "rows": [order.index(0)]}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.slug)
+def test_the_order_of_tables_without_execution_order_is_no_evidence(rule: Rule) -> None:
+    for case in rule.cases:
+        m = measurements_from(case.tables)
+        turned = dataclasses.replace(
+            m, heads=m.heads.iloc[::-1], parameters=m.parameters.iloc[::-1], embedding_rows=m.embedding_rows.iloc[::-1]
+        )
+        assert bool(judge((rule,), turned)[0]) is case.fires, case.name
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.slug)
+def test_empty_tables_are_no_evidence_and_no_crash(rule: Rule) -> None:
+    empty = {name: [] for name in ("modules", "heads", "parameters", "rows", "embedding_rows", "tokens")}
+    nothing = {**empty, "precisions": {}, "offset_losses": {}, "loss": math.nan, "log_z_mean": math.nan}
+    suspects, (outcome,) = judge((rule,), measurements_from(nothing))
+    assert not suspects
+    assert outcome.status in ("clear", "skipped"), outcome.reason
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.slug)
+def test_numbers_that_are_not_finite_crash_no_rule(rule: Rule) -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        tables = {
+            "loss": bad,
+            "global_grad_norm": bad,
+            "grad_nonfinite": True,
+            "loss_nonfinite": True,
+            "offset_losses": dict.fromkeys(range(-2, 4), bad),
+            "heads": [{**row, "max_logit": bad, "entropy": bad} for row in _cases.heads()],
+            "modules": _cases.modules(everywhere={"absmax": bad, "rms": bad, "grad_norm": bad, "gap_bf16": bad}),
+            "parameters": _cases.parameters(everywhere={"grad_norm": bad, "g2_over_v": bad, "update_ratio": bad}),
+            "rows": _cases.rows({row: {"loss": bad, "grad_norm": bad} for row in range(4)}),
+            "embedding_rows": [{"norm": bad, "grad_share": bad}],
+            "precisions": {"bf16": {"loss": bad, "token_gap": bad, "rounding_gap": bad}},
+            "log": {"step": 4, "usual_loss": 3.4, "loss_spread": 0.1, "logged_loss": bad, "logged_grad_norm": bad},
+            "step_effect": {"damage": bad, "damage_by_lr": {0.5: bad, 0.25: bad}},
+            "log_z_mean": bad,
+        }
+        _, (outcome,) = judge((rule,), measurements_from(tables))
+        assert outcome.status != "crashed", (bad, outcome.reason)
+
+
+@given(st.floats(1.0, 6.0))
+@settings(deadline=None, max_examples=15)
+def test_sinks_are_never_named(scale: float) -> None:
+    heads = [{**row, "max_logit": scale * 8.0, "entropy": 0.001, "top_key_share": 1.0} for row in _cases.heads()]
+    assert not judge((GROWTH,), measurements_from({"heads": heads}))[0]
+
+
+@given(st.floats(101.0, 5000.0), st.sampled_from([(layer, head) for layer in range(4) for head in range(4)]))
+@settings(deadline=None, max_examples=15)
+def test_a_clip_to_tau_ends_at_tau(max_logit: float, place: tuple[int, int]) -> None:
+    heads = _cases.heads({place: {"max_logit": max_logit, "entropy": 0.1}})
+    (suspect,) = judge((GROWTH,), measurements_from({"heads": heads}))[0]
+    assert suspect.location.heads == (place,)
+    assert suspect.plans[0].arguments["gammas"][place] * max_logit == pytest.approx(100.0)
+
+
+def fp32_bits(value: float) -> int:
+    return struct.unpack("<I", struct.pack("<f", value))[0]
+
+
+def from_bits(bits: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", bits))[0]
+
+
+@given(st.floats(2.0**-13, 0.25, width=32), st.integers(3, 7))
+def test_a_flipped_exponent_bit_is_flipped_back(value: float, bit: int) -> None:
+    flipped = from_bits(fp32_bits(value) ^ (1 << (23 + bit)))
+    assume(math.isfinite(flipped) and flipped > 0.25)
+    found = flipped_bit(flipped, 0.25)
+    assert found is not None
+    again = from_bits(fp32_bits(flipped) ^ (1 << (23 + found[0])))
+    assert found[1] == pytest.approx(again)
+    assert found[1] <= 0.25
+
+
+@given(st.floats(0.01, 60000.0))
+def test_bf16_spacing_is_the_distance_to_the_next_number(value: float) -> None:
+    below = from_bits(fp32_bits(value) >> 16 << 16)  # bf16 is the upper half of fp32
+    above = from_bits((fp32_bits(value) >> 16) + 1 << 16)
+    assert bf16_spacing(value) == pytest.approx(above - below)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [(8.0, "8 = 2^3"), (0.25, "1/4 = 1/2^2"), (3.01, "3"), (65536.0, "65536 = 2^16"), (1.0, ""), (2.6, ""), (0.0, "")],
+)
+def test_clean_factors(ratio: float, said: str) -> None:
+    assert clean_factor(ratio, 0.02) == said
+
+
+def test_uniform_entropy_is_the_seeds() -> None:
+    # 512 positions: the later half sees 257 to 512 keys, between ln 256 = 5.55 and ln 512 = 6.24 nats.
+    assert uniform_entropy(512) == pytest.approx(sum(math.log(k) for k in range(257, 513)) / 256)
+    assert 5.55 < uniform_entropy(512) < 6.24
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30))
+def test_quantiles_bracket_the_median(values: list[float]) -> None:
+    assert quantile(values, 0.0) == min(values)
+    assert quantile(values, 1.0) == max(values)
+    assert quantile(values, 0.25) <= median(values) <= quantile(values, 0.75) or len(values) < 4
