@@ -1,0 +1,256 @@
+"""The low-precision pass: the error of every module's output, and the part of it that the module itself makes.
+
+Each module is computed again in fp32 on the very inputs that it had. Modules that hold others are computed twice
+over: once with the results of the inner modules as they were, which leaves the error of their own code, and, where
+the inner modules are simple (attention, MLP), once with those in fp32 too, which shows whether the module
+amplifies what they round. Nothing of it is kept beyond the enclosing call.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from stability_probe.compare.backward import BlockGradients
+from stability_probe.compare.calls import Call, CallWatcher, absolute_maximum, float_tensors
+from stability_probe.compare.reference import Fingerprint, Key, add_output
+from stability_probe.precisions.base import fp32_inside
+from stability_probe.precisions.casting import PureFloat32, cast_floats, replaced_forward
+from stability_probe.replay import Subject
+from stability_probe.taps.sketch import sketch
+
+# Masks are filled with a dtype's minimum, −1e4, −1e9 or −1e30: at and beyond the smallest of them values are looked at.
+SENTINEL = 1e4
+FILLS = (-1e4, -1e9, -1e30, *(torch.finfo(d).min for d in (torch.float32, torch.bfloat16, torch.float16)))
+
+
+@dataclass
+class ErrorSums:
+    """Sums over one module's rows of e = low − reference, on the device."""
+
+    error_square: Tensor | float = 0.0
+    reference_square: Tensor | float = 0.0
+    signed: Tensor | float = 0.0
+    outward: Tensor | float = 0.0
+    count: int = 0
+
+    @torch.no_grad()
+    def add(self, low: Tensor, reference: Tensor) -> None:
+        """Count one output; mask fills and values that are not finite are left out."""
+        reference = reference.detach()
+        error = low.detach().float() - reference
+        counted = error.numel()
+        largest = absolute_maximum(reference)
+        if not bool(largest < SENTINEL) or not bool(absolute_maximum(error) < math.inf):
+            left_out = ~(reference.isfinite() & error.isfinite())
+            for fill in FILLS:
+                left_out |= reference == fill
+            error = error.masked_fill(left_out, 0.0)
+            reference = reference.masked_fill(left_out, 0.0)
+            counted -= int(left_out.sum())
+        self.error_square = self.error_square + torch.linalg.vector_norm(error).double().square()
+        self.reference_square = self.reference_square + torch.linalg.vector_norm(reference).double().square()
+        self.signed = self.signed + error.sum(dtype=torch.float64)
+        self.outward = self.outward + error.mul_(reference.sign()).sum(dtype=torch.float64)
+        self.count += counted
+
+    @property
+    def relative(self) -> float:
+        """‖e‖ / ‖reference‖; NaN where nothing could be compared."""
+        if not self.count:
+            return math.nan
+        error, size = float(self.error_square), float(self.reference_square)
+        return math.sqrt(error / size) if size > 0 else (0.0 if error == 0 else math.inf)
+
+    def bias(self, which: str) -> tuple[float, float]:
+        """Mean of e ("signed") or of e · sign(reference) ("outward") in units of rms e, and its z score.
+
+        Rounding to nearest gives a mean near 0; rounding toward zero an outward one of −√3/2 = −0.87.
+        """
+        rms = math.sqrt(float(self.error_square) / self.count) if self.count else 0.0
+        mean = float(getattr(self, which)) / self.count / rms if rms > 0 else 0.0
+        return mean, mean * math.sqrt(self.count)
+
+
+@dataclass
+class LowStatistics:
+    """What the low-precision pass saw of one module; `own` leaves inner modules as they were, `whole` does not."""
+
+    absmax: Tensor | float = 0.0
+    nonfinite: Tensor | int = 0
+    elements: int = 0
+    own: dict[str, ErrorSums] = field(default_factory=dict)
+    whole: ErrorSums | None = None
+
+    def worst_own(self) -> tuple[str, ErrorSums]:
+        """Where the module's own code errs most: "output", or the inner module whose input it made."""
+        known = [item for item in self.own.items() if item[1].count]
+        return max(known, key=lambda item: item[1].relative, default=("output", ErrorSums()))
+
+
+@dataclass
+class RoundingTap:
+    """Hooks for one replay in a low precision, and what they saw.
+
+    Attributes:
+        outputs, gradients: as in `ReferencePass`.
+        modules: by name.
+        failed: modules that could not be computed again, with the reason.
+        first_nonfinite: the first module to return a value that is not finite.
+        backward: does the same for the gradients of blocks.
+    """
+
+    subject: Subject
+    backward: BlockGradients
+    outputs: dict[Key, Fingerprint] = field(default_factory=dict)
+    gradients: dict[str, Fingerprint] = field(default_factory=dict)
+    modules: dict[str, LowStatistics] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    first_nonfinite: str | None = None
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        self.watcher = CallWatcher(self._left)
+        with self.watcher.on(self.subject.module), self.backward.on(self.subject.module):
+            yield
+
+    def _left(self, call: Call) -> None:
+        outputs = float_tensors(call.output)
+        if not outputs:
+            return
+        statistics = self.modules.setdefault(call.name, LowStatistics())
+        for index, values in enumerate(outputs):
+            add_output(self.outputs, self.watcher, call, index, values)
+        self._measure(statistics, call, outputs[0])
+        if call.name in self.subject.anatomy.blocks and outputs[0].requires_grad:
+            self._hook_gradient(call, outputs[0])
+        self.backward.follow(call, self.watcher)
+        if call.name not in self.failed:
+            try:
+                self._compute_again(call, statistics, outputs)
+            except Exception as error:  # noqa: BLE001  somebody's own module: the comparison goes on without it
+                self.failed[call.name] = (
+                    f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+                )
+
+    @torch.no_grad()
+    def _measure(self, statistics: LowStatistics, call: Call, values: Tensor) -> None:
+        absmax = absolute_maximum(values)
+        statistics.elements += values.numel()
+        if bool(absmax < math.inf):
+            statistics.absmax = torch.maximum(torch.as_tensor(statistics.absmax, device=absmax.device), absmax)
+            return
+        statistics.absmax = absmax
+        statistics.nonfinite = statistics.nonfinite + (~values.isfinite()).sum()
+        if self.first_nonfinite is None:
+            given = [t for t in _tensors((call.args, call.kwargs)) if t.is_floating_point()]
+            # A module that was handed a NaN is not its source: the code around it is.
+            blameless = any(bool(t.isnan().any()) for t in given) and self.watcher.stack
+            self.first_nonfinite = self.watcher.stack[-1].name if blameless else call.name
+
+    def _hook_gradient(self, call: Call, values: Tensor) -> None:
+        seed = self.watcher.seed(call, 0, 0)
+
+        def hook(grad: Tensor) -> None:
+            with torch.no_grad():
+                self.gradients.setdefault(call.name, Fingerprint()).add(sketch(grad, seed), grad)
+
+        values.register_hook(hook)
+
+    @torch.no_grad()
+    def _compute_again(self, call: Call, statistics: LowStatistics, outputs: list[Tensor]) -> None:
+        self.watcher.paused = True
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(fp32_inside(call.module))
+                stack.enter_context(PureFloat32())
+                own = float_tensors(_again(call, self._frozen(call, statistics)))
+                whole = float_tensors(_again(call, _remembered)) if call.depth == 1 and self.watcher.stack else []
+        finally:
+            self.watcher.paused = False
+        _add(statistics.own.setdefault("output", ErrorSums()), outputs[0], own)
+        if whole:
+            statistics.whole = statistics.whole or ErrorSums()
+            _add(statistics.whole, outputs[0], whole)
+        if call.depth == 0 and len(self.watcher.stack) > 1:
+            call.reference = own
+
+    def _frozen(self, call: Call, statistics: LowStatistics) -> Replacement:
+        """Inner modules return what they returned; what they are now called with is compared with what it was."""
+        passed_on = {id(t) for t in _tensors((call.args, call.kwargs))}
+        passed_on |= {id(t) for made in call.inner for t in _tensors(made.output)}
+
+        def replacement(calls: list[Call], original: Callable[..., Any]) -> Callable[..., Any]:
+            remaining = iter(calls)
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                made = next(remaining)
+                now, before = _tensors((args, kwargs)), _tensors((made.args, made.kwargs))
+                for index, low in enumerate(before):
+                    if id(low) not in passed_on and low.is_floating_point() and len(now) == len(before):
+                        site = made.name if index == 0 else f"{made.name}, input {index}"
+                        _add(statistics.own.setdefault(site, ErrorSums()), low, [now[index]])
+                return cast_floats(made.output, torch.float32)
+
+            return run
+
+        return replacement
+
+
+Replacement = Callable[[list[Call], Callable[..., Any]], Callable[..., Any]]
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _add(sums: ErrorSums, low: Tensor, reference: list[Tensor]) -> None:
+    """Add the first tensor's errors. Further outputs (sines beside cosines) are made by the same code."""
+    if reference and reference[0].shape == low.shape:
+        sums.add(low, reference[0].float())
+
+
+def _again(call: Call, replacement: Replacement) -> Any:
+    """The module's forward on its recorded inputs in fp32, its inner modules replaced."""
+    inner: dict[int, list[Call]] = {}
+    modules: dict[int, nn.Module] = {}
+    for made in call.inner:
+        inner.setdefault(id(made.module), []).append(made)
+        modules[id(made.module)] = made.module
+    forward = call.module.forward if call.name else _unwrapped(call.module)
+    with ExitStack() as stack:
+        for key, module in modules.items():
+            calls = inner[key]
+            stack.enter_context(replaced_forward(module, functools.partial(replacement, calls)))
+        return forward(*cast_floats(call.args, torch.float32), **cast_floats(call.kwargs, torch.float32))
+
+
+def _unwrapped(model: nn.Module) -> Callable[..., Any]:
+    """The outermost forward without the autocast that a precision put around it."""
+    return type(model).forward.__get__(model)
+
+
+def _remembered(calls: list[Call], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Computes in fp32, or takes the result from when this was done on the very same inputs."""
+    remaining = iter(calls)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        made = next(remaining)
+        before = [t for t in (*made.args, *made.kwargs.values()) if isinstance(t, Tensor)]
+        now = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        same = len(before) == len(now) and all(
+            a.shape == b.shape and torch.equal(a.float(), b.float()) for a, b in zip(before, now, strict=True)
+        )
+        if same and isinstance(made.output, Tensor) and made.reference:
+            return made.reference[0]
+        return original(*args, **kwargs)
+
+    return run

@@ -1,0 +1,216 @@
+"""The replays of a comparison: one in fp32, one in each precision, with the measurements of this package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from stability_probe.batches.base import Batch
+from stability_probe.compare.backward import BlockGradients
+from stability_probe.compare.reference import Fingerprint, Range, ReferencePass
+from stability_probe.compare.rounding_tap import RoundingTap
+from stability_probe.precisions import get_precision
+from stability_probe.precisions.base import Precision
+from stability_probe.precisions.formats import Format
+from stability_probe.precisions.rounding import round_to_format
+from stability_probe.probabilities import Head, head_variation, likeliest, spacing_at, total_variation, unresolved
+from stability_probe.replay import Subject, Trace, replay
+from stability_probe.taps.attention import AttentionTap, HeadStatistics
+
+# Vocabulary rows of logits are looked at in pieces, so that no second copy of all logits is made.
+CHUNK = 64
+HIDDEN_FORMATS = ("E4M3", "E2M1", "E5M2")  # formats that recipes keep for the products, never for the logits
+
+Advance = Callable[[int], None]
+
+
+@dataclass
+class OutputSums:
+    """Sums over positions of one format's effect on the fp32 logits."""
+
+    spacings: list[Tensor] = field(default_factory=list)
+    unresolved: Tensor | float = 0.0
+    rounding: Tensor | float = 0.0
+    positions: int = 0
+
+    def add(self, logits_NV: Tensor, fmt: Format) -> None:
+        for part in logits_NV.split(CHUNK):
+            self.spacings.append(spacing_at(part.amax(-1), fmt))
+            self.unresolved = self.unresolved + unresolved(part, fmt).sum()
+            self.rounding = self.rounding + total_variation(part, rounded(part, fmt)).double().sum()
+            self.positions += part.shape[0]
+
+
+@dataclass
+class ReferenceRun:
+    """The fp32 replay: traces, fingerprints, and the likeliest tokens of every position."""
+
+    loss: float
+    token_loss_BT: Tensor
+    has_target_BT: Tensor
+    global_grad_norm: float
+    tap: ReferencePass
+    gradients: dict[str, Fingerprint]
+    heads: list[Head]
+    outputs: dict[str, OutputSums]
+    weight_range: dict[str, Range]
+    max_attention_logit: float
+    seconds: float
+
+
+@dataclass
+class LowRun:
+    """A replay in a low precision."""
+
+    precision: Precision
+    loss: float
+    token_loss_BT: Tensor
+    global_grad_norm: float
+    tap: RoundingTap
+    gradients: dict[str, Fingerprint]
+    variation: float
+    seconds: float
+
+
+def logits_format(precision: Precision) -> Format:
+    """The format that the logits leave the model in: recipes for 8 and 4 bits keep the head in bf16."""
+    if precision.operands.name not in HIDDEN_FORMATS:
+        return precision.operands
+    return get_precision("bf16").operands
+
+
+def run_reference(
+    subject: Subject, batch: Batch, precisions: list[Precision], microbatch: int, advance: Advance
+) -> ReferenceRun:
+    """Replay in the purest fp32: roundings that the model's own code makes are undone too."""
+    formats = {p.name: (p.operands, p.gradients, p.operands.name in HIDDEN_FORMATS) for p in precisions}
+    tap = ReferencePass(subject, formats)
+    heads: list[Head] = []
+    outputs = {logits_format(p).name: (OutputSums(), logits_format(p)) for p in precisions}
+    peaks: list[Tensor] = []
+
+    @torch.no_grad()
+    def look(logits_BTV: Tensor) -> Tensor:
+        flat = logits_BTV.detach().flatten(0, 1)
+        heads.append(_joined([likeliest(part, part.float().logsumexp(-1)) for part in flat.split(CHUNK)]))
+        tap.mode.paused = True
+        for sums, fmt in outputs.values():
+            sums.add(flat, fmt)
+        tap.mode.paused = False
+        return logits_BTV
+
+    def record(layer: int, seen: HeadStatistics) -> None:
+        peaks.append(seen.max_logit_BH.max())
+
+    @contextmanager
+    def taps() -> Iterator[None]:
+        attention = AttentionTap(record)
+        with ExitStack() as stack:
+            stack.enter_context(tap.on())
+            stack.enter_context(
+                attention.on(subject.module, {site.name: site.layer for site in subject.anatomy.attention})
+            )
+            yield
+
+    trace = replay(subject, batch, detail=False, microbatch=microbatch, change_logits=look, extra=taps, advance=advance)
+    norm = trace.global_grad_norm or 0.0
+    for total in trace.gradients.total.values() if trace.gradients else ():
+        tap.measure_gradient(total)
+    weights: dict[str, Range] = {}
+    for name, (fmt, _, scaled) in formats.items():
+        for parameter in subject.module.parameters():
+            weights.setdefault(name, Range()).add(parameter, fmt, scaled)
+    return ReferenceRun(
+        loss=trace.loss,
+        token_loss_BT=trace.token_loss_BT,
+        has_target_BT=trace.has_target_BT,
+        global_grad_norm=norm,
+        tap=tap,
+        gradients=gradient_fingerprints(trace),
+        heads=heads,
+        outputs={name: sums for name, (sums, _) in outputs.items()},
+        weight_range=weights,
+        max_attention_logit=torch.stack(peaks).max().item() if peaks else math.nan,
+        seconds=trace.seconds,
+    )
+
+
+def run_low(
+    subject: Subject, batch: Batch, precision: Precision, reference: ReferenceRun, microbatch: int, advance: Advance
+) -> LowRun:
+    """Replay in a low precision, every module computed again in fp32 on the inputs that it had."""
+    names = (*subject.anatomy.blocks, *(n for n in (subject.anatomy.final_norm, subject.anatomy.head) if n))
+    rows = sampled_rows(batch.ids_BT.shape[0], microbatch)
+    tap = RoundingTap(subject, BlockGradients(names, rows, precision.loss_scale))
+    heads = iter(reference.heads)
+    variations: list[Tensor] = []
+
+    @torch.no_grad()
+    def look(logits_BTV: Tensor) -> Tensor:
+        head = next(heads)
+        parts = zip(logits_BTV.detach().flatten(0, 1).split(CHUNK), _split(head), strict=True)
+        variations.extend(head_variation(known, part, part.float().logsumexp(-1)) for part, known in parts)
+        return logits_BTV
+
+    trace = replay(
+        subject,
+        batch,
+        precision.name,
+        detail=False,
+        microbatch=microbatch,
+        change_logits=look,
+        extra=tap.on,
+        advance=advance,
+    )
+    return LowRun(
+        precision=precision,
+        loss=trace.loss,
+        token_loss_BT=trace.token_loss_BT,
+        global_grad_norm=trace.global_grad_norm or 0.0,
+        tap=tap,
+        gradients=gradient_fingerprints(trace),
+        variation=torch.cat(variations).mean().item() if variations else math.nan,
+        seconds=trace.seconds,
+    )
+
+
+def sampled_rows(n_rows: int, microbatch: int) -> frozenset[int]:
+    """First rows of the forwards whose backward is computed again: one forward in four, evenly spaced.
+
+    The fp32 forward and backward of a block costs as much as the replay itself; a quarter of it keeps the whole
+    comparison within 3.5 times the bare replay (benchmarks/compare_precision.py).
+    """
+    starts = list(range(0, n_rows, microbatch))
+    return frozenset(starts[::4])
+
+
+def rounded(values: Tensor, fmt: Format) -> Tensor:
+    """As `round_to_format`, by torch's own cast where there is one."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}.get(fmt.name)
+    return round_to_format(values, fmt) if dtype is None else values.to(dtype).float()
+
+
+def gradient_fingerprints(trace: Trace) -> dict[str, Fingerprint]:
+    """Sketches and norms of the batch's gradients; the gradients themselves are let go."""
+    if trace.gradients is None:
+        return {}
+    found = {}
+    for name, total in trace.gradients.total.items():
+        square = torch.linalg.vector_norm(total, dtype=torch.float32).double().square()
+        found[name] = Fingerprint(trace.gradients.parameter_sketch[name], square)
+    trace.gradients.total.clear()
+    return found
+
+
+def _joined(parts: list[Head]) -> Head:
+    return Head(torch.cat([p.tokens for p in parts]), torch.cat([p.probabilities for p in parts]))
+
+
+def _split(head: Head) -> list[Head]:
+    pairs = zip(head.tokens.split(CHUNK), head.probabilities.split(CHUNK), strict=True)
+    return [Head(tokens, probabilities) for tokens, probabilities in pairs]

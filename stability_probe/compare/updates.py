@@ -1,0 +1,75 @@
+"""What bf16 weights without an fp32 copy make of one optimizer step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Generator, Tensor, nn
+
+from stability_probe.checkpoints.base import OptimizerState
+from stability_probe.compare.result import UpdateReport
+from stability_probe.precisions.rounding import round_to_bf16_stochastic
+
+# Adam's usual learning rates for pretraining; with cold statistics each element moves by about the rate itself.
+RATES = (1e-3, 1e-4, 1e-5)
+
+
+@torch.no_grad()
+def survival(weight: Tensor, update: Tensor, generator: Generator) -> tuple[int, int, float, float, float]:
+    """How a bf16 weight takes an fp32 update: elements that should move, that do not (nearest), and progress.
+
+    Returns:
+        moving, lost, ⟨u, u⟩, ⟨u, applied by rounding to nearest⟩, ⟨u, applied by stochastic rounding⟩.
+    """
+    stored = weight.detach().to(torch.bfloat16).float()
+    moving = update != 0
+    nearest = (stored + update).to(torch.bfloat16).float() - stored
+    drawn = round_to_bf16_stochastic(stored + update, generator) - stored
+    u = update.double()
+    products = (torch.stack([(u * v.double()).sum() for v in (update, nearest, drawn)])).tolist()
+    return int(moving.sum()), int((moving & (nearest == 0)).sum()), products[0], products[1], products[2]
+
+
+def update_reports(model: nn.Module, state: OptimizerState | None, lr: float | None) -> tuple[UpdateReport, ...]:
+    """One row from the stored moments where they are known; else one per usual learning rate, with |update| = lr."""
+    if state is not None and state.kind == "adamw" and state.exp_avg_sq:
+        return (_report(model, "stored moments" + (f" at lr {lr:g}" if lr else ""), state, lr),)
+    rates = (lr,) if lr else RATES
+    return tuple(_report(model, f"|update| = lr {rate:g}", None, rate) for rate in rates)
+
+
+def _report(model: nn.Module, source: str, state: OptimizerState | None, lr: float | None) -> UpdateReport:
+    generators: dict[torch.device, Generator] = {}
+    moving = lost = 0
+    size = nearest = drawn = 0.0
+    for name, parameter in model.named_parameters():
+        update = _update(parameter, name, state, lr)
+        if update is None:
+            continue
+        device = parameter.device
+        generator = generators.setdefault(device, Generator(device).manual_seed(0))
+        found = survival(parameter, update, generator)
+        moving, lost = moving + found[0], lost + found[1]
+        size, nearest, drawn = size + found[2], nearest + found[3], drawn + found[4]
+    if not moving:
+        return UpdateReport(source, math.nan, math.nan, math.nan)
+    return UpdateReport(source, lost / moving, nearest / size, drawn / size)
+
+
+@torch.no_grad()
+def _update(parameter: Tensor, name: str, state: OptimizerState | None, lr: float | None) -> Tensor | None:
+    if state is None:
+        # The sign does not matter to whether an update survives but at a power of two: half of each.
+        signs = torch.ones(parameter.numel(), device=parameter.device)
+        signs[::2] = -1
+        return (signs * (lr or 0.0)).view(parameter.shape)
+    if name not in state.exp_avg or name not in state.exp_avg_sq:
+        return None
+    group = state.groups[state.group_of[name]]
+    beta1, beta2 = group.betas
+    t = max(state.step.get(name, 1), 1)
+    mean = state.exp_avg[name].to(parameter.device).float() / (1 - beta1**t)
+    square = state.exp_avg_sq[name].to(parameter.device).float() / (1 - beta2**t)
+    rate = group.lr if lr is None else lr
+    return -rate * (mean / (square.sqrt() + group.eps) + group.weight_decay * parameter)
