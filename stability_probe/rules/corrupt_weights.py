@@ -96,13 +96,13 @@ PAGE = Page(
 def flipped_bit(value: float, plausible_absmax: float) -> tuple[int, float] | None:
     """The fp32 exponent bit whose flip turns |value| into a plausible weight, and that weight.
 
-    bf16 has the same exponent field. Plausible means between 1e-6 of `plausible_absmax` and itself.
+    bf16 has the same exponent field. Plausible means between 1e-4 of `plausible_absmax` and itself.
     """
     if not (math.isfinite(value) and value > 0 and plausible_absmax > 0):
         return None
     field = math.frexp(value)[1] + 126  # frexp's mantissa is in [0.5, 1), the format's in [1, 2)
     for bit in reversed(range(8)):
-        if field >> bit & 1 and 1e-6 * plausible_absmax <= (was := math.ldexp(value, -(1 << bit))) <= plausible_absmax:
+        if field >> bit & 1 and 1e-4 * plausible_absmax <= (was := math.ldexp(value, -(1 << bit))) <= plausible_absmax:
             return bit, was
     return None
 
