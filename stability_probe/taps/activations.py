@@ -70,7 +70,9 @@ class ActivationTap:
             if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0:
                 return
             statistics = self.found.setdefault(name, OutputStatistics(order=len(self.found)))
-            self._measure(statistics, tensor.detach())
+            # The attention tap listens to every torch function of the forward; our own need not pass it.
+            with torch._C.DisableTorchFunction():
+                self._measure(statistics, tensor.detach())
             if name in self.gradients_of and tensor.requires_grad:
                 tensor.register_hook(lambda grad: self._measure_gradient(statistics, grad))
 
