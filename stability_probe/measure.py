@@ -84,29 +84,33 @@ class LogFacts:
 class Measurements:
     """Every number that a rule may judge. Losses are in nats per valid target; fp32 unless said.
 
-    Frames (one row each per …). Columns named `baseline_x` hold x measured on the baseline batch with the
-    same checkpoint, NaN where no baseline was given. `layer` is the block's index, −1 outside blocks.
+    Frames (one row each per …). Columns named `baseline_x` hold x measured on the baseline batch with the same
+    checkpoint, NaN where no baseline was given. `layer` is the block's index, −1 outside blocks.
 
-    `modules` (module, in execution order): module, role ("embedding", "block", "attention", "mlp", "norm",
-        "head", "linear", "other"), layer, rms, absmax, nonfinite, outside_fp16 (share with |x| > 65 504),
-        channel (last-axis index that holds absmax), row, position (where absmax is), grad_norm, grad_absmax, grad_nonfinite (gradient of the output;
-        blocks only, else NaN), gap_bf16 (‖y_bf16 − y_fp32‖ / ‖y_fp32‖), baseline_rms, baseline_absmax.
+    `modules` (module, in execution order): module, role ("embedding", "block", "attention", "mlp", "norm", "head",
+        "linear", "other"), layer, rms, absmax, nonfinite, outside_fp16 (share with |x| > 65 504), channel
+        (last-axis index that holds absmax), row, position (where absmax is), grad_norm, grad_absmax,
+        grad_nonfinite (gradient of the output; blocks only, else NaN), gap_bf16 (‖y_bf16 − y_fp32‖ / ‖y_fp32‖),
+        baseline_rms, baseline_absmax.
     `heads` (attention head): module, layer, head, max_logit (largest |logit| before softmax over allowed keys),
-        row, query, key (where it is), entropy (nats, mean over the later half of the queries), top_weight
-        (mean largest weight, same queries), top_key_share (share of those queries whose largest weight
-        falls on the same key position: 1 for a sink), baseline_max_logit, baseline_entropy.
-    `parameters` (parameter): parameter, kind (the name with the block's index replaced by "*": siblings share
-        it), layer, shape, numel, rms, mean, std, absmax, absmax_index (tuple),
-        median_abs (of a strided sample of at most 65 536 elements), median (same sample), outlier_count (elements with |x| > 300 × median_abs),
-        outlier_indices (list of tuples, the largest 16), nonfinite, first_nonfinite_index (tuple or None), constant (the value, if all elements are equal, else NaN), norm_gain
-        (True for a norm's weight), qk_gain ("q", "k" or ""), grad_norm, grad_absmax, grad_nonfinite, gap_bf16 (relative gradient error), baseline_grad_norm,
-        update_rms, update_ratio (update rms / weight rms), g2_over_v (sum g² / sum v̂ with g as clipped),
-        eps_share (share of elements with √v̂ < 10 ε); the last four NaN without optimizer state.
-    `embedding_rows` (token id used by the batch whose row is an outlier, at most 50): parameter, token, norm, median_norm,
-        count (uses in the batch), grad_share (share of the table's squared gradient norm), rows (batch rows that use it).
-    `rows` (row of the batch): row, loss (NaN without valid targets), valid_targets, tokens (not padding), grad_norm (of the row's share
-        of the batch loss), cosine (to the sum of the other rows' gradients, NaN in a batch of 1), audit_score,
-        flags (list of slugs, high and critical), spans (list of (start, end, kind, detail)), reason (str).
+        row, query, key (where it is), entropy (nats, mean over the later half of the queries), top_weight (mean
+        largest weight, same queries), top_key_share (share of those queries whose largest weight falls on the same
+        key position: 1 for a sink), baseline_max_logit, baseline_entropy.
+    `parameters` (parameter): parameter, kind (the name with the block's index replaced by "*": siblings share it),
+        layer, shape, numel, rms, mean, std, absmax, absmax_index (tuple), median_abs (of a strided sample of at
+        most 65 536 elements), median (same sample), outlier_count (elements with |x| > 300 × median_abs),
+        outlier_indices (list of tuples, the largest 16), nonfinite, first_nonfinite_index (tuple or None),
+        constant (the value, if all elements are equal, else NaN), norm_gain (True for a norm's weight), qk_gain
+        ("q", "k" or ""), grad_norm, grad_absmax, grad_nonfinite, gap_bf16 (relative gradient error),
+        baseline_grad_norm, update_rms, update_ratio (update rms / weight rms), g2_over_v (sum g² / sum v̂ with g
+        as clipped), eps_share (share of elements with √v̂ < 10 ε); the last four NaN without optimizer state.
+    `embedding_rows` (token id used by the batch whose row is an outlier, at most 50): parameter, token, norm,
+        median_norm, count (uses in the batch), grad_share (share of the table's squared gradient norm), rows
+        (batch rows that use it).
+    `rows` (row of the batch): row, loss (NaN without valid targets), valid_targets, tokens (not padding),
+        grad_norm (of the row's share of the batch loss), cosine (to the sum of the other rows' gradients, NaN in a
+        batch of 1), audit_score, flags (list of slugs, high and critical), spans (list of (start, end, kind,
+        detail)), reason (str).
     `tokens` (worst tokens, at most 50): row, position, token, target, loss, loss_bf16.
 
     Scalars and dicts:

@@ -23,9 +23,9 @@ from stability_probe.interventions.simulated_step import damage
 from stability_probe.judge import judge, load_rules
 from stability_probe.measure import Measurements, StepEffect
 from stability_probe.optimizer_step import StepSetting, clip_factor, tensor_steps
+from stability_probe.previews import decoder, with_previews
 from stability_probe.progress import Progress, Silent
 from stability_probe.replay import Subject, Trace, replay
-from stability_probe.previews import decoder, with_previews
 from stability_probe.schema import ReplayRecord, Report, plain
 
 

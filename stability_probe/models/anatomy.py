@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 ATTENTION = re.compile(r"(^|_)(self_?attn|attn|attention|self_attention|mixer)$", re.IGNORECASE)
@@ -250,14 +249,3 @@ def _head(module: nn.Module, names: dict[str, nn.Module], blocks: tuple[str, ...
                 return name
     linears = [n for n, p in names.items() if isinstance(p, nn.Linear) and not _inside(n, blocks)]
     return linears[-1] if linears else None
-
-
-def vocabulary_rows(module: nn.Module) -> int | None:
-    """Rows of the largest embedding table: the ids that the model can take."""
-    tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
-    return max(tables) if tables else None
-
-
-def parameter_names(module: nn.Module) -> dict[torch.nn.Parameter, str]:
-    """One name per parameter object; a tied parameter keeps its first name."""
-    return {parameter: name for name, parameter in module.named_parameters()}
