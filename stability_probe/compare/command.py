@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from stability_probe.compare.report import EXTENSIONS, RENDERERS
 from stability_probe.compare.result import Comparison
@@ -110,6 +111,7 @@ def compare_files(
         max_rows=max_rows,
         max_positions=max_positions,
         trust_code=trust_code,
+        run_precision="bf16",  # the run's own precision does not matter here; said so that nothing is assumed aloud
     )
     incident = load_incident(request)
     subject = Subject.of(incident.model.module.to(incident.device), incident.device)
@@ -132,6 +134,9 @@ def compare_files(
             lr=incident.lr,
             progress=progress,
         )
+    tokenizer = incident.tokenizer
+    if tokenizer is not None:
+        found = with_texts(found, lambda token: tokenizer.decode([token], skip_special_tokens=False))
     rows, positions = incident.batch.ids_BT.shape
     inputs = {
         "ckpt": {"path": str(ckpt), "format": incident.checkpoint.format, "step": incident.checkpoint.step},
@@ -140,6 +145,19 @@ def compare_files(
         "device": incident.device,
     }
     return dataclasses.replace(found, inputs=inputs, notes=tuple(notes))
+
+
+def with_texts(found: Comparison, decode: Callable[[int], str]) -> Comparison:
+    """The same with the text of the worst tokens beside their ids."""
+
+    def told(token: dict[str, Any]) -> dict[str, Any]:
+        return {**token, "token_text": decode(token["token"]), "target_text": decode(token["target"])}
+
+    results = {
+        name: dataclasses.replace(result, tokens=tuple(told(token) for token in result.tokens))
+        for name, result in found.precisions.items()
+    }
+    return dataclasses.replace(found, precisions=results)
 
 
 def _format_of(path: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from stability_probe._version import __version__
 from stability_probe.compare.result import Comparison, ModuleError, PrecisionResult
-from stability_probe.reports.safe_text import clean, code, prose
+from stability_probe.reports.safe_text import clean, code, prose, shorten
 from stability_probe.reports.words import number, percent
 from stability_probe.schema import SCHEMA_VERSION, plain
 
@@ -125,6 +125,11 @@ def _medians(r: PrecisionResult) -> Iterator[str]:
         worst = max(grads)
         middle = median(error for error, _ in grads)
         yield f"Gradient error by parameter: median {_share(middle)}, worst {_share(worst[0])} ({worst[1]})."
+    flows = [(m.grad_relative_error, m.module) for m in r.modules if math.isfinite(m.grad_relative_error)]
+    if flows:
+        worst = max(flows)
+        middle = median(error for error, _ in flows)
+        yield f"Gradient that reaches the blocks: median error {_share(middle)}, worst {_share(worst[0])} ({worst[1]})."
 
 
 def _output(r: PrecisionResult) -> str:
@@ -149,7 +154,7 @@ def _modules(r: PrecisionResult) -> Table:
                 _share(m.sibling_error),
                 _share(m.baseline_error),
                 f"{m.excess:.3g}×" if math.isfinite(m.excess) else "–",
-                f"{m.bias:+.2f}",
+                f"{m.bias:+.2f}" if abs(m.bias) >= 0.005 else "0",
                 percent(m.outside_range),
                 _share(m.grad_relative_error),
             )
@@ -212,6 +217,12 @@ def _tokens(r: PrecisionResult) -> Table:
             for t in r.tokens[:WORST_TOKENS]
         ),
     )
+
+
+def _token(row: dict[str, Any], key: str) -> str:
+    """Id and text of a token, where a tokenizer was found."""
+    text = row.get(f"{key}_text")
+    return str(row[key]) if text is None else f"{row[key]} {shorten(clean(text), 16)!r}"
 
 
 def _share(value: float) -> str:

@@ -79,9 +79,7 @@ class Precision:
         """
         if device is None:
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        kept, coarse = (
-            tuple(_submodule(model, name) for name in names) for names in (self.keep_fp32, self.keep_bf16)
-        )
+        kept, coarse = (tuple(_submodule(model, name) for name in names) for names in (self.keep_fp32, self.keep_bf16))
         setting = Setting(model, torch.device(device), self.loss_scale, kept, coarse)
         with self.enter(setting) as inside:
             token = _active.set(inside)
@@ -104,4 +102,6 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
         return model.get_submodule(name)
     except AttributeError:
         known = [known for known, _ in model.named_modules() if known]
-        raise ProbeError(f"cannot keep {name!r}", "the model has no module of that name", nearest(name, known), 2) from None
+        raise ProbeError(
+            f"cannot keep {name!r}", "the model has no module of that name", nearest(name, known), 2
+        ) from None
