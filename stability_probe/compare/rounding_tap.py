@@ -48,18 +48,21 @@ class ErrorSums:
         reference = reference.detach()
         error = low.detach().float() - reference
         counted = error.numel()
-        largest = absolute_maximum(reference)
-        if not bool(largest < SENTINEL) or not bool(absolute_maximum(error) < math.inf):
+        sizes = torch.stack((torch.linalg.vector_norm(error), torch.linalg.vector_norm(reference)))
+        # A norm under the smallest fill holds no fill, and a finite one no infinity: one pass for most tensors.
+        if not bool((sizes < SENTINEL).all()):
             left_out = ~(reference.isfinite() & error.isfinite())
             for fill in FILLS:
                 left_out |= reference == fill
-            error = error.masked_fill(left_out, 0.0)
+            error = error.masked_fill_(left_out, 0.0)
             reference = reference.masked_fill(left_out, 0.0)
             counted -= int(left_out.sum())
-        self.error_square = self.error_square + torch.linalg.vector_norm(error).double().square()
-        self.reference_square = self.reference_square + torch.linalg.vector_norm(reference).double().square()
-        self.signed = self.signed + error.sum(dtype=torch.float64)
-        self.outward = self.outward + error.mul_(reference.sign()).sum(dtype=torch.float64)
+            sizes = torch.stack((torch.linalg.vector_norm(error), torch.linalg.vector_norm(reference)))
+        squares = sizes.double().square()
+        self.error_square = self.error_square + squares[0]
+        self.reference_square = self.reference_square + squares[1]
+        self.signed = self.signed + error.sum().double()
+        self.outward = self.outward + torch.dot(error.flatten(), reference.sign().flatten()).double()
         self.count += counted
 
     @property
