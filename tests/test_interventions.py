@@ -15,6 +15,7 @@ from stability_probe.interventions.clamp_channel import clamped
 from stability_probe.interventions.clip_gains import clipped_gains
 from stability_probe.interventions.clip_heads import clipped_heads
 from stability_probe.interventions.drop_rows import grad_norm_of
+from stability_probe.models.anatomy import with_heads
 from stability_probe.optimizer_step import StepSetting
 from stability_probe.replay import Subject, replay
 from tests.rule_tables import measurements_from
@@ -76,12 +77,23 @@ def test_every_intervention_says_whether_it_changes_the_data():
             assert info.name in (interventions.__doc__ or "")
 
 
+def sites_of(subject):
+    return {site.layer: site for site in subject.anatomy.attention}
+
+
+def test_heads_that_the_class_does_not_count_are_counted_by_the_tap():
+    model = decoder("llama")
+    site, _ = Subject.of(model).anatomy.attention
+    unknown = dataclasses.replace(site, n_heads=None, n_kv_heads=None, head_width=None)
+    assert with_heads(model, unknown, 4) == site
+
+
 @pytest.mark.parametrize("style", ["gpt2", "llama", "gemma2"])
 def test_clipping_a_head_scales_its_largest_logit_and_no_other(style):
     model = decoder(style, attention_softcap=None)
     subject, batch = Subject.of(model), batch_of()
     before = replay(subject, batch).heads[0].max_logit
-    with clipped_heads(model, subject.anatomy, {(0, 1): 0.25}):
+    with clipped_heads(model, sites_of(subject), {(0, 1): 0.25}):
         after = replay(subject, batch).heads[0].max_logit
     want = before.clone()
     want[1] *= 0.25
@@ -90,9 +102,9 @@ def test_clipping_a_head_scales_its_largest_logit_and_no_other(style):
 
 def test_clipping_a_query_head_leaves_the_shared_key_head_alone():
     model = decoder("llama")
-    anatomy = Subject.of(model).anatomy
+    sites = sites_of(Subject.of(model))
     keys = {name: p.detach().clone() for name, p in model.named_parameters() if "k_proj" in name}
-    with clipped_heads(model, anatomy, {(0, 0): 0.5}):
+    with clipped_heads(model, sites, {(0, 0): 0.5}):
         assert all(torch.equal(model.get_parameter(name), key) for name, key in keys.items())
 
 

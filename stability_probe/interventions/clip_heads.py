@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stability_probe.interventions.bench import Bench, CannotRun, Reading, swapped
-from stability_probe.models.anatomy import Anatomy, head_rows
+from stability_probe.models.anatomy import head_rows, with_heads
 
 OF_THE_DATA = False
 
@@ -21,18 +21,23 @@ def trial(bench: Bench, gammas: Mapping[tuple[int, int], float]) -> Reading:
     Raises:
         CannotRun: the layout of the projections is not known.
     """
-    subject = bench.subject
-    return bench.read(functools.partial(clipped_heads, subject.module, subject.anatomy, gammas))
+    module, heads = bench.subject.module, bench.trace.heads
+    sites = {
+        site.layer: with_heads(module, site, len(heads[site.layer].max_logit)) if site.layer in heads else site
+        for site in bench.subject.anatomy.attention
+    }
+    return bench.read(functools.partial(clipped_heads, module, sites, gammas))
 
 
 @contextmanager
-def clipped_heads(module: nn.Module, anatomy: Anatomy, gammas: Mapping[tuple[int, int], float]) -> Iterator[None]:
-    """Within this context the logits of each (layer, head) are multiplied by its factor.
+def clipped_heads(
+    module: nn.Module, sites: Mapping[int, Attention], gammas: Mapping[tuple[int, int], float]
+) -> Iterator[None]:
+    """Within this context the logits of each (layer, head) are multiplied by its factor; `sites` are by layer.
 
     Half of the factor goes to W_q and half to W_k. Where query heads share a key head, all of it goes to
     W_q: the key rows also belong to healthy siblings.
     """
-    sites = {site.layer: site for site in anatomy.attention}
     new: dict[str, Tensor] = {}
 
     def scale(layer: int, head: int, side: str, factor: float) -> None:

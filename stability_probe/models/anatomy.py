@@ -6,6 +6,7 @@ package's own decoder and anyone's own class alike. What cannot be found is None
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -115,6 +116,16 @@ def dissect(module: nn.Module) -> Anatomy:
     return Anatomy(blocks, attention, mlps, norms, embeddings, head, outside[-1] if outside else None)
 
 
+def with_heads(module: nn.Module, site: Attention, n_heads: int) -> Attention:
+    """The site completed by the number of heads that its attention calls showed, where the class does not tell it."""
+    if site.n_heads is not None and site.head_width is not None:
+        return site
+    width = _head_width(module, nn.Module(), site.query, site.fused, n_heads, n_heads)
+    keys = module.get_parameter(f"{site.key}.weight").shape[0] if site.key else None
+    n_kv = keys // width if keys and width and keys % width == 0 else n_heads
+    return dataclasses.replace(site, n_heads=n_heads, n_kv_heads=site.n_kv_heads or n_kv, head_width=width)
+
+
 def head_rows(module: nn.Module, site: Attention, head: int, side: str) -> HeadRows | None:
     """The rows of W_q (side "q") or W_k (side "k") that make this query head's logits.
 
@@ -135,7 +146,7 @@ def head_rows(module: nn.Module, site: Attention, head: int, side: str) -> HeadR
     else:
         return None
     projection = module.get_submodule(owner)
-    weight = projection.weight
+    weight = module.get_parameter(f"{owner}.weight")
     transposed = type(projection).__name__ == "Conv1D"
     if start + width > weight.shape[1 if transposed else 0]:
         return None
@@ -231,11 +242,11 @@ def _head_width(
     stated = _integer(owners, ("head_dim", "head_size", "d_head", "head_width", "hd"))
     if stated is not None or heads is None:
         return stated
-    owner = query or fused
-    projection = module.get_submodule(owner) if owner else None
-    if projection is None or not isinstance(getattr(projection, "weight", None), Tensor):
+    projection = module.get_submodule(query or fused or "")
+    weight = getattr(projection, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
         return None
-    features = projection.weight.shape[1 if type(projection).__name__ == "Conv1D" else 0]
+    features = weight.shape[1 if type(projection).__name__ == "Conv1D" else 0]
     parts = heads if query else heads + 2 * (kv_heads or heads)
     return features // parts if features % parts == 0 else None
 
