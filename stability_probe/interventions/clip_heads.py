@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stability_probe.interventions.bench import Bench, CannotRun, Reading, swapped
-from stability_probe.models.anatomy import head_rows, with_heads
+from stability_probe.models.anatomy import Attention, head_rows, with_heads
 
 OF_THE_DATA = False
 
