@@ -139,12 +139,23 @@ def test_template_coverage_agrees_with_a_plain_search(row: list[int], with_break
     is_break = [with_breaks and token == 2 for token in row]
     grams = [tuple(row[i : i + 16]) for i in range(len(row) - 15)]
     seen = Counter(grams)
-    inside = set()
-    for i, gram in enumerate(grams):
-        if seen[gram] > 1 and not any(is_break[i : i + 16]):
-            inside |= set(range(i, i + 16))
-    got = shapes.template_coverage(np.array(row, np.int32), np.array(is_break))
-    assert got == pytest.approx(len(inside) / len(row))
+    seen_template = shapes.template(np.array(row, np.int32), np.array(is_break))
+    for times, got in ((2, seen_template.twice), (8, seen_template.stamped)):
+        inside = set()
+        for i, gram in enumerate(grams):
+            if seen[gram] >= times and not any(is_break[i : i + 16]):
+                inside |= set(range(i, i + 16))
+        assert got == pytest.approx(len(inside) / len(row))
+
+
+def test_the_spread_of_a_stamped_line() -> None:
+    line = np.arange(20)
+    even = np.concatenate([np.append(line, 100 + i) for i in range(10)]).astype(np.int32)
+    assert shapes.template(even).spread == 0
+    uneven = np.concatenate([np.append(line, np.arange(100 * i, 100 * i + 7 * i)) for i in range(1, 10)])
+    distances = [20 + 7 * i for i in range(1, 9)]
+    expected = np.std(distances) / np.mean(distances)
+    assert shapes.template(uneven.astype(np.int32)).spread == pytest.approx(expected)
 
 
 @given(st.lists(st.integers(0, 40), min_size=64, max_size=200))

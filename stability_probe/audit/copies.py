@@ -9,11 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stability_probe.audit.counts import hash_4grams, join_hashes
 from stability_probe.audit.prepare import Content
 
 SHARED = 0.5  # near copy: half of the smaller row's sampled 8-grams occur in the other
+# … and a third of its 32-grams too: macros and forms stamped from one pattern share short n-grams, copies long ones.
+LONG_GRAM, LONG_SHARED = 32, 0.33
 FEWEST = 8  # sampled 8-grams; below, the share is too coarse to mean anything
 VARIED = 0.5  # a row whose own 8-grams mostly repeat (a boolean matrix) shares them with every row of its kind
+LEAST_ENTROPY_BITS = 2.5  # at 1.5 bits, a boolean matrix, there are only a few thousand likely 8-grams
 SHORTEST = 16  # tokens; short rows coincide by chance and by design ("yes", "no")
 SHORTEST_SMALL = 64  # the same where a token is about a character
 _CROWD = 64  # rows that share one 8-gram (a licence header) beyond which no further pairs are counted
@@ -41,30 +45,48 @@ def prints_of(hashes: NDArray[np.uint64], gram: int, lengths_B: NDArray[np.int64
     return Prints(rows[inside], hashes[rows[inside], at[inside]])
 
 
-def near_copies(prints: Prints, count_rows: int) -> dict[int, tuple[int, float]]:
+def near_copies(rows: Content, prints: Prints, entropy_bits_B: NDArray[np.float64]) -> dict[int, tuple[int, float]]:
     """Row → (earlier row, shared part) for rows that share at least half of the smaller row's marks.
 
-    Rows with fewer than 8 different marks, or whose own marks mostly repeat, take no part.
+    Rows with fewer than 8 different marks, whose own marks mostly repeat, or with so few ids that any two rows of
+    their kind share 8-grams by chance, take no part.
     """
     ordered = np.sort(prints.marks)
     if np.count_nonzero(ordered[1:] == ordered[:-1]) < SHARED * FEWEST:
         return {}
+    count_rows = len(entropy_bits_B)
     order = np.lexsort((prints.rows, prints.marks))
-    rows, marks = prints.rows[order], prints.marks[order]
-    new = np.ones(len(rows), np.bool_)
-    new[1:] = (marks[1:] != marks[:-1]) | (rows[1:] != rows[:-1])
-    sampled, distinct = np.bincount(rows, minlength=count_rows), np.bincount(rows[new], minlength=count_rows)
-    telling = distinct >= np.maximum(FEWEST, VARIED * sampled)
-    keep = new & telling[rows]
+    row_of, marks = prints.rows[order], prints.marks[order]
+    new = np.ones(len(row_of), np.bool_)
+    new[1:] = (marks[1:] != marks[:-1]) | (row_of[1:] != row_of[:-1])
+    sampled, distinct = np.bincount(row_of, minlength=count_rows), np.bincount(row_of[new], minlength=count_rows)
+    telling = (distinct >= np.maximum(FEWEST, VARIED * sampled)) & (entropy_bits_B >= LEAST_ENTROPY_BITS)
+    keep = new & telling[row_of]
     shared: dict[tuple[int, int], int] = {}
-    for pair in _pairs(rows[keep], marks[keep]):
+    for pair in _pairs(row_of[keep], marks[keep]):
         shared[pair] = shared.get(pair, 0) + 1
     found: dict[int, tuple[int, float]] = {}
     for (earlier, later), count in sorted(shared.items()):
         part = count / min(distinct[earlier], distinct[later])
         if part >= SHARED and later not in found:
-            found[later] = (earlier, float(part))
+            own, other = (rows.ids_BW[row, : rows.lengths_B[row]] for row in (later, earlier))
+            if long_share(own, other) >= LONG_SHARED:
+                found[later] = (earlier, float(part))
     return found
+
+
+def long_share(one: NDArray[np.int32], other: NDArray[np.int32]) -> float:
+    """Share of the 32-grams of the shorter row that occur in the other (0 for rows under 32 tokens)."""
+    if min(len(one), len(other)) < LONG_GRAM:
+        return 0.0
+    grams = []
+    for row in (one, other):
+        hashes, have = hash_4grams(row[None, :]), 4
+        while have < LONG_GRAM:
+            hashes, have = join_hashes(hashes, have), 2 * have
+        grams.append(np.unique(hashes[0]))
+    common = len(np.intersect1d(grams[0], grams[1], assume_unique=True))
+    return common / min(len(grams[0]), len(grams[1]))
 
 
 def _pairs(rows: NDArray[np.intp], marks: NDArray[np.uint64]) -> Iterator[tuple[int, int]]:

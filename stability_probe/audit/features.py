@@ -11,7 +11,8 @@ from stability_probe.audit import counts
 from stability_probe.audit.copies import Prints, prints_of
 from stability_probe.audit.periods import Run, find_runs
 from stability_probe.audit.prepare import Content
-from stability_probe.audit.shapes import Few, few_ids, template_coverage
+from stability_probe.audit.shapes import Few, few_ids
+from stability_probe.audit.shapes import template as measure_template
 
 # 32 768 tokens make 128 KB of ids and 256 KB of hashes: larger temporaries are mapped afresh by the allocator on
 # every operation, which costs more than the arithmetic (benchmarks/audit_speed.py --chunks).
@@ -20,6 +21,9 @@ POOR_DISTINCT = 7  # of 64: 0.12 rounded down
 TEMPLATE_SHORTEST = 512
 # 16-grams that cover 0.8 of a row make at least 0.3 of its 4-grams repeats of an earlier one; below, D4 cannot hold.
 TEMPLATE_GATE = 0.3
+# Slot-filled templates, log lines and navigation lists spread by 0.00–0.03 of their length; the font table of a real
+# package, the most template-like healthy text that was found, by 0.18 (benchmarks/audit_recall.py --templates).
+STAMP_SPREAD = 0.15
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class Features:
         tokens: content length.
         duplicate_share: share of 4-grams that repeat an earlier one.
         poorest: fewest distinct ids in a 64-token window, as a share; 1 where a row has no window.
-        template: share covered by repeated 16-grams; 0 where it cannot reach the threshold.
+        template, stamped: share covered by 16-grams that occur at least twice, and at least eight times at even
+            distances; 0 where the share of repeated 4-grams says that it cannot reach the threshold.
     """
 
     tokens: NDArray[np.int64]
@@ -41,6 +46,7 @@ class Features:
     duplicate_share: NDArray[np.float64]
     poorest: NDArray[np.float64]
     template: NDArray[np.float64]
+    stamped: NDArray[np.float64]
     reference: NDArray[np.float64]
 
     @staticmethod
@@ -100,11 +106,13 @@ def _measure_chunk(
         int(row): few_ids(ids_BW[row, : lengths_B[row]], poor[row], stride)
         for row in np.flatnonzero(poor.any(axis=1) & (lengths_B >= counts.WINDOW))
     }
-    template = np.zeros(B)
+    template, stamped = np.zeros(B), np.zeros(B)
     duplicate_share = repeated / np.maximum(lengths_B - 3, 1)
     for row in np.flatnonzero((duplicate_share >= TEMPLATE_GATE) & (lengths_B >= TEMPLATE_SHORTEST)):
         n = lengths_B[row]
-        template[row] = template_coverage(ids_BW[row, :n], None if breaks_BW is None else breaks_BW[row, :n])
+        own_breaks = None if breaks_BW is None else breaks_BW[row, :n]
+        seen = measure_template(ids_BW[row, :n], own_breaks)
+        template[row], stamped[row] = seen.twice, seen.stamped if seen.spread <= STAMP_SPREAD else 0.0
     # The published score leaves out the last 4-gram; right only where the row as given is all content.
     published = (repeated - last_repeats) / np.maximum(W - 4, 1)
     return Measured(
@@ -117,6 +125,7 @@ def _measure_chunk(
             duplicate_share=duplicate_share,
             poorest=windows.min(axis=1, initial=counts.WINDOW) / counts.WINDOW,
             template=template,
+            stamped=stamped,
             reference=counts.published_score(published, words.entropy_bits),
         ),
         runs,

@@ -8,16 +8,20 @@ from numpy.typing import NDArray
 from stability_probe.audit.features import Features, Measured
 from stability_probe.audit.periods import Run, covered
 from stability_probe.audit.prepare import Content, Ints
-from stability_probe.audit.result import Note, Span
+from stability_probe.audit.result import Note, Severity, Span
 from stability_probe.audit.shapes import separators
 
 CRITICAL_REPEATS = 100  # dolma 1.6 removed documents at 100 repeats; OLMo's training filter at 32
+SURE_TOKENS, SURE_SHARE = 96, 0.25  # a numeric table in a short document has 76 tokens of " 99" in four lines
 LONG_SHARE = 0.10  # of the row, by runs of four repeats or more
 TOP1, TOP2, DOMINATED_TOKENS = 0.30, 0.50, 64  # English: "," or "the" stay under 0.07, indentation under 0.15
 FLAT, FLAT_TOKENS = 0.95, 512  # H / log2 n: 2 048 tokens of text have 0.65–0.80, of uniform ids over 50 000 0.99
 NOISE_ENTROPY_BITS = 2.0  # five equally likely ids have 2.32; a 0/1 matrix has 1 to 1.5
 NOISE_ORDER = 0.85  # H(next | previous) / H: text, tables and matrices with separators stay under 0.7
 TEMPLATE = 0.80
+# By 16-grams that occur eight times or more at even distances: slot-filled templates and a log line with new
+# timestamps have 0.65 and 0.79, healthy rows stay under 0.42 (benchmarks/audit_recall.py --templates).
+STAMPED = 0.60
 EOS_SHARE, EOS_MEDIAN_TOKENS, EOS_TOKENS = 0.10, 8, 64
 EOS_RUN = 3  # BOS and EOS of one id make pairs at every boundary of some pipelines; three in a row have no such excuse
 EOS_DOCUMENTS = 8
@@ -43,11 +47,13 @@ def judge_runs(rows: Content, measured: Measured, vocabulary: int, notes: Notes)
         long = [run for run in runs if run.long]
         if short:
             notes[row].append(_short_note(rows, row, short, n, vocabulary))
-        share = covered(long, n) / n
+        tokens = covered(long, n)
+        share = tokens / n
         if long and share >= LONG_SHARE:
             worst = max(long, key=lambda run: run.tokens)
             detail = f"{share:.0%} of the row repeats with a period up to 512 (most: {_run_words(rows, row, worst)})"
-            notes[row].append(Note("D2", "high", "repeated-tokens", detail, share, _run_spans(rows, row, long)))
+            sure: Severity = "high" if tokens >= SURE_TOKENS or share >= SURE_SHARE else "medium"
+            notes[row].append(Note("D2", sure, "repeated-tokens", detail, share, _run_spans(rows, row, long)))
 
 
 def _short_note(rows: Content, row: int, runs: list[Run], n: int, vocabulary: int) -> Note:
@@ -58,7 +64,7 @@ def _short_note(rows: Content, row: int, runs: list[Run], n: int, vocabulary: in
         if not critical:
             return Note("D1", "medium", "repeated-tokens", detail, worst.repeats / 100, _run_spans(rows, row, runs))
         return Note("D1", "high", "repeated-tokens", detail, 0.5, _run_spans(rows, row, runs))
-    severity = "critical" if critical else "high"
+    severity: Severity = "critical" if critical else "high"
     return Note("D1", severity, "repeated-tokens", detail, worst.repeats / 100, _run_spans(rows, row, runs))
 
 
@@ -90,9 +96,15 @@ def judge_counts(rows: Content, measured: Measured, features: Features, vocabula
             top1, top2 = features.top1[row], features.top2[row]
             detail = f"one token fills {top1:.0%} of the row, the two most frequent {top2:.0%}"
             notes[row].append(Note("D5", "medium", "repeated-tokens", detail, top2))
-    for row in np.flatnonzero(features.template >= TEMPLATE).tolist():
-        detail = f"{features.template[row]:.0%} of the row lies in 16-grams that occur more than once"
-        notes[row].append(Note("D4", "medium", "boilerplate", detail, 5 * (features.template[row] - TEMPLATE)))
+    for row in np.flatnonzero((features.template >= TEMPLATE) | (features.stamped >= STAMPED)).tolist():
+        share, stamped = features.template[row], features.stamped[row]
+        if stamped >= STAMPED:
+            detail = f"a template: {stamped:.0%} of the row is 16-grams that come back 8 times or more, evenly spaced"
+            whole = (Span(*rows.place(row, 0, int(n[row])), "template", ""),)
+            notes[row].append(Note("D4", "high", "boilerplate", detail, 2 * (stamped - STAMPED), whole))
+        else:
+            detail = f"{share:.0%} of the row lies in 16-grams that occur more than once"
+            notes[row].append(Note("D4", "medium", "boilerplate", detail, 5 * (share - TEMPLATE)))
     flat = features.entropy_bits / np.log2(np.maximum(n, 2))
     for row in np.flatnonzero((n >= FLAT_TOKENS) & (flat >= FLAT)).tolist():
         detail = f"ids are nearly all different: entropy {features.entropy_bits[row]:.2f} of {np.log2(n[row]):.2f} bits"

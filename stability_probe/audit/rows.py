@@ -25,7 +25,7 @@ from stability_probe.errors import ProbeError
 
 if TYPE_CHECKING:
     from stability_probe.audit.baseline import Baseline
-    from stability_probe.audit.text import Vocabulary
+    from stability_probe.audit.vocabulary import Vocabulary
 
 Notes = dict[int, list[Note]]
 WHOLE_BATCH = 0.9  # share of the rows that can be judged; one odd row does not make a fault of all others local
@@ -88,7 +88,8 @@ def audit_rows(
     judgement.judge_counts(rows, measured, features, size, notes)
     if is_eos is not None:
         judgement.judge_separators(rows, is_eos, notes)
-    _check_copies(rows, measured.prints, copies.SHORTEST_SMALL if small else copies.SHORTEST, notes)
+    shortest = copies.SHORTEST_SMALL if small else copies.SHORTEST
+    _check_copies(rows, measured.prints, features.entropy_bits, shortest, notes)
     whole_batch = "" if targets is None else _check_labels(ids, targets, kept, labels, pad_id, eos_id, notes)
     if vocabulary is not None:
         from stability_probe.audit.text import judge_text
@@ -128,7 +129,7 @@ def _same_shape(array: NDArray[Any], ids: NDArray[Any], name: str) -> NDArray[An
 def _vocabulary(tokenizer: Any) -> Vocabulary | None:
     if tokenizer is None:
         return None
-    from stability_probe.audit.text import Vocabulary
+    from stability_probe.audit.vocabulary import Vocabulary
 
     return tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary.of(tokenizer)
 
@@ -151,8 +152,9 @@ def _eos(rows: Content, eos_id: int) -> NDArray[np.bool_] | None:
 
 def _check_ids(ids: Ints, mask: NDArray[Any] | None, vocab_size: int | None, rows: Content, notes: Notes) -> None:
     """D0: ids outside [0, V) where the mask does not hide them, and rows without content."""
-    for row in np.flatnonzero(rows.lengths_B == 0) if ids.shape[1] else ():
-        notes[int(row)].append(Note("D0", "critical", "no-valid-labels", "the row is nothing but padding"))
+    empty = np.flatnonzero(rows.lengths_B == 0).tolist() if ids.shape[1] else []
+    for row in empty:
+        notes[row].append(Note("D0", "critical", "no-valid-labels", "the row is nothing but padding"))
     if not ids.size:
         return
     top = np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
@@ -161,22 +163,24 @@ def _check_ids(ids: Ints, mask: NDArray[Any] | None, vocab_size: int | None, row
     wrong = (ids < 0) | (ids > top)
     if mask is not None:
         wrong &= mask != 0
-    for row in np.flatnonzero(wrong.any(axis=1)):
+    for row in np.flatnonzero(wrong.any(axis=1)).tolist():
         at = np.flatnonzero(wrong[row])
         first = int(at[0])
         limit = "" if vocab_size is None else f" for a vocabulary of {vocab_size}"
         detail = f"{len(at)} ids outside the vocabulary, first {int(ids[row, first])} at position {first}{limit}"
         spans = tuple(Span(int(i), int(i) + 1, "id", f"id {int(ids[row, i])}") for i in at[:8])
-        notes[int(row)].append(Note("D0", "critical", "token-id-out-of-range", detail, spans=spans))
+        notes[row].append(Note("D0", "critical", "token-id-out-of-range", detail, spans=spans))
 
 
-def _check_copies(rows: Content, prints: copies.Prints, shortest: int, notes: Notes) -> None:
+def _check_copies(
+    rows: Content, prints: copies.Prints, entropy_bits_B: NDArray[np.float64], shortest: int, notes: Notes
+) -> None:
     """D12: all but the first of equal rows; then rows that share half of their sampled 8-grams with an earlier one."""
     exact = copies.exact_copies(rows, shortest)
     for row, earlier in exact.items():
         span = Span(*rows.place(row, 0, int(rows.lengths_B[row])), "copy", f"of row {earlier}")
         notes[row].append(Note("D12", "high", "duplicate-examples", f"exact copy of row {earlier}", 1.0, (span,)))
-    for row, (earlier, part) in copies.near_copies(prints, len(rows.lengths_B)).items():
+    for row, (earlier, part) in copies.near_copies(rows, prints, entropy_bits_B).items():
         if row in exact:
             continue
         span = Span(*rows.place(row, 0, int(rows.lengths_B[row])), "near copy", f"of row {earlier}")
@@ -201,24 +205,24 @@ def _check_labels(
     best = shifts.best_B()
     usual = usual_shift(best, labels)
     pad_id = inferred_pad(ids, kept) if pad_id is None else pad_id
-    ignored = (targets < 0).all(axis=1)
+    ignored = set(np.flatnonzero((targets < 0).all(axis=1)).tolist())
     found: dict[str, list[int]] = {}
     for row in range(len(ids)):
         own = None if kept is None else kept[row]
-        made = [shift_note(int(best[row]), shifts.agree_BS[row], usual, T)]
+        made: list[Note | None] = [shift_note(int(best[row]), shifts.agree_BS[row], usual, T)]
         made.append(padding_note(ids[row], targets[row], own, usual, pad_id, eos_id))
         if eos_id is not None:
             made.append(eos_note(ids[row], targets[row], own, usual, eos_id))
-        if ignored[row]:
+        if row in ignored:
             made = [Note("D13", "critical", "no-valid-labels", "every label of the row is ignored")]
         for note in filter(None, made):
             notes[row].append(note)
             if note.severity == "critical":
                 found.setdefault(note.slug, []).append(row)
-    for slug, rows in found.items():
-        if len(rows) >= WHOLE_BATCH * len(ids):
-            detail = notes[rows[0]][-1].detail
-            for row in set(range(len(ids))) - set(rows):
+    for slug, guilty in found.items():
+        if len(guilty) >= WHOLE_BATCH * len(ids):
+            detail = next(note.detail for note in notes[guilty[0]] if note.slug == slug)
+            for row in set(range(len(ids))) - set(guilty):
                 notes[row].append(Note("D13", "critical", slug, f"the whole batch: {detail}"))
-            return f"{slug} in {len(rows)} of {len(ids)} rows ({detail})"
+            return f"{slug} in {len(guilty)} of {len(ids)} rows ({detail})"
     return ""

@@ -10,30 +10,47 @@ from numpy.typing import NDArray
 from stability_probe.audit.counts import WINDOW, hash_4grams, join_hashes
 
 TEMPLATE_GRAM = 16
+STAMPED_TIMES = 8
 
 
-def template_coverage(row_ids: NDArray[np.int32], breaks: NDArray[np.bool_] | None = None) -> float:
-    """Share of a row's tokens that lie inside a 16-gram which occurs at least twice in the row (D4).
+@dataclass(frozen=True)
+class Template:
+    """How much of a row is stamped from one pattern (D4).
 
-    16-grams that hold a break (EOS) do not count. `row_ids` is the content alone.
+    Attributes:
+        twice: share of the tokens inside a 16-gram that occurs at least twice in the row.
+        stamped: the same for at least eight times.
+        spread: standard deviation over mean of the distances between the occurrences of the most frequent
+            16-gram: near 0 for one line stamped again and again, more where code or tables repeat phrases.
     """
+
+    twice: float
+    stamped: float
+    spread: float
+
+
+def template(row_ids: NDArray[np.int32], breaks: NDArray[np.bool_] | None = None) -> Template:
+    """Measure one row's content. 16-grams that hold a break (EOS) do not count."""
     n = len(row_ids)
-    if n < 2 * TEMPLATE_GRAM:
-        return 0.0
+    if n <= TEMPLATE_GRAM:
+        return Template(0.0, 0.0, np.inf)
     fours = hash_4grams(row_ids[None, :])
     hashes = join_hashes(join_hashes(fours, 4), 8)[0]
-    order = np.argsort(hashes, kind="stable")
-    same = hashes[order][1:] == hashes[order][:-1]
-    repeated = np.zeros(len(hashes), np.bool_)
-    repeated[order[1:]] |= same
-    repeated[order[:-1]] |= same
+    _, which, counts = np.unique(hashes, return_inverse=True, return_counts=True)
+    times = counts[which]
     if breaks is not None:
         until = np.concatenate([[0], np.cumsum(breaks)])
-        repeated &= until[TEMPLATE_GRAM:] == until[:-TEMPLATE_GRAM]
+        times = np.where(until[TEMPLATE_GRAM:] == until[:-TEMPLATE_GRAM], times, 0)
+    distances = np.diff(np.flatnonzero(which == which[times.argmax()]))
+    spread = float(distances.std() / distances.mean()) if len(distances) else np.inf
+    return Template(_covered(times >= 2, n), _covered(times >= STAMPED_TIMES, n), spread)
+
+
+def _covered(starts: NDArray[np.bool_], n: int) -> float:
+    """Share of n tokens inside the 16-grams that start where `starts` is True."""
     edges = np.zeros(n + 1, np.int64)
-    starts = np.flatnonzero(repeated)
-    np.add.at(edges, starts, 1)
-    np.add.at(edges, starts + TEMPLATE_GRAM, -1)
+    edges[: len(starts)] += starts
+    edges[TEMPLATE_GRAM : TEMPLATE_GRAM + len(starts)] -= starts
     return float(np.count_nonzero(np.cumsum(edges[:-1])) / n)
 
 
