@@ -15,16 +15,21 @@ if TYPE_CHECKING:
 _HEALTHY = "python benchmarks/healthy_ranges.py (SmolLM2-135M on five kinds of text)"
 
 TAU = Threshold(
-    100, "attention logit", "the clip threshold that kept a run of 15.5T tokens free of spikes; healthy heads reach 74",
+    100, "attention logit", "the clip threshold that kept a run of 15.5T tokens free of spikes; healthy heads reach 88",
     f"Kimi K2 report, 2025, section 2.1 (QK-clip, tau = 100); {_HEALTHY}",
 )  # fmt: skip
 X_SIBLINGS = Threshold(
-    5, "x median of sibling heads", "healthy heads reach 5.7 x the median, though far below tau: both limits must hold",
+    5, "x median of sibling heads", "healthy heads reach 6.0 x the median, though far below tau: both limits must hold",
     _HEALTHY,
 )  # fmt: skip
 SATURATED = Threshold(
     1.0, "nats of entropy", "a head this sure and this hot passes almost no gradient to its queries and keys",
     "Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, 2023, section 3",
+)  # fmt: skip
+X_HIGH = Threshold(
+    4, "x 95th percentile of sibling heads", "danger without excess is said of heads far outside: the healthy "
+    "hottest head is at 3.2 x the 95th percentile, a head with W_q and W_k x 8 at 13 x",
+    _HEALTHY,
 )  # fmt: skip
 
 
@@ -40,6 +45,10 @@ class HotHead:
     @property
     def place(self) -> tuple[int, int]:
         return int(self.record["layer"]), int(self.record["head"])
+
+    def is_danger(self, t: dict[str, Threshold]) -> bool:
+        """Saturated and far outside its siblings: to be reported even where this batch pays nothing for it."""
+        return self.record["entropy"] <= t["saturated"].value and self.max_logit >= t["x_high"].value * self.high
 
     @property
     def max_logit(self) -> float:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._attention import SATURATED, TAU, X_SIBLINGS, HotHead, head_evidence, hot_heads
+from stability_probe.rules._attention import SATURATED, TAU, X_HIGH, X_SIBLINGS, HotHead, head_evidence, hot_heads
 from stability_probe.rules._tables import plural, records
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
     from stability_probe.measure import Measurements
 
-THRESHOLDS = {"tau": TAU, "x_siblings": X_SIBLINGS, "saturated": SATURATED}
+THRESHOLDS = {"tau": TAU, "x_siblings": X_SIBLINGS, "x_high": X_HIGH, "saturated": SATURATED}
 
 PAGE = Page(
     title="Attention logit growth",
@@ -106,7 +106,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
             evidence=(*head_evidence(first, t), Evidence("heads past both limits", len(hot), f"of {len(m.heads)}")),
             plans=_plans(hot, t["tau"].value),
             strength=first.max_logit / t["tau"].value,
-            latent=any(head.record["entropy"] <= t["saturated"].value for head in hot),
+            latent=any(head.is_danger(t) for head in hot),
         )
     ]
 
@@ -132,8 +132,8 @@ RULE = Rule(
             False,
         ),
         Case(
-            "near miss: a healthy head of 74, six times the median",
-            {"heads": _cases.heads({(0, 3): {"max_logit": 74.0}})},
+            "near miss: a healthy head of 88, six times the median",
+            {"heads": _cases.heads({(0, 3): {"max_logit": 88.0}})},
             False,
         ),
         Case(

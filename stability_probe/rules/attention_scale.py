@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._tables import Record, is_number, is_trained, median, quantile, records
+from stability_probe.rules._tables import Record, is_number, is_trained, log_margin, median, quantile, records
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
@@ -23,6 +23,14 @@ THRESHOLDS = {
         25, "lower quartile of the heads' largest logits", "a wrong scale is the same in all heads, so the cool "
         "ones are hot too; the healthy lower quartile is about 11",
         "python benchmarks/healthy_ranges.py (SmolLM2-135M on five kinds of text)",
+    ),
+    "fell": Threshold(
+        0.5, "nats over the usual loss in the log", "flat attention is a fault only where the run did better before",
+        "little-trained models measured: median head 4.0 to 4.4 of 4.55 nats, x 2 gained 0.01 nats",
+    ),
+    "sigmas": Threshold(
+        6, "robust standard deviations of the logged loss", "the spike rule of long runs",
+        "OLMo-core: a step is skipped at 6 standard deviations over 128 steps",
     ),
     "cold": Threshold(
         0.75, "of the uniform entropy, median head", "a trained model's median head has 2.3 of 5.2 nats",
@@ -40,8 +48,8 @@ PAGE = Page(
         "restart or a kernel swap, with weights that have nothing wrong with them."
     ),
     signature=(
-        "Every head of every layer hot, or cold, by about the same factor; replaying with the logits scaled back "
-        "brings the loss down by nats."
+        "Every head of every layer hot, or flat (with a loss far above the log's usual), by about the same "
+        "factor; replaying with the logits scaled back brings the loss down by nats."
     ),
     false_alarms=(
         "A few hot heads, or one hot layer, are `attention-logit-growth`. An untrained model attends evenly "
@@ -108,7 +116,10 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     entropy = median(head["entropy"] for head in heads)
     uniform = uniform_entropy(median(row["tokens"] for row in records(m.rows)))
     hot = middle >= t["hot"].value and low >= t["hot_quartile"].value
-    cold = entropy >= t["cold"].value * uniform
+    # A little-trained model is flat too, and may gain from any sharpening: only a fall from what the run had counts.
+    usual = m.log.usual_loss if m.log is not None else None
+    fell = usual is not None and m.loss >= usual + log_margin(m, t["fell"].value, t["sigmas"].value)
+    cold = fell and entropy >= t["cold"].value * uniform
     if not (hot or cold):
         return []
     what = (
@@ -149,11 +160,20 @@ RULE = Rule(
         ),
         Case(
             "the scale is applied twice",
-            {"heads": [{**row, "max_logit": row["max_logit"] / 8, "entropy": 4.4} for row in _cases.heads()]},
+            {
+                "heads": [{**row, "max_logit": row["max_logit"] / 8, "entropy": 4.4} for row in _cases.heads()],
+                "loss": 5.1,
+                "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05},
+            },
             True,
         ),
         Case(
             "near miss: one hot layer", {"heads": _cases.heads({(1, h): {"max_logit": 300.0} for h in range(4)})}, False
+        ),
+        Case(
+            "near miss: a little-trained model is flat, and the log never had it better",
+            {"heads": [{**row, "max_logit": row["max_logit"] / 8, "entropy": 4.4} for row in _cases.heads()]},
+            False,
         ),
         Case(
             "near miss: an untrained model attends evenly",

@@ -99,6 +99,9 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     moved = [loss for loss in losses if (loss - usual) * shift > 0 and abs(loss - usual) >= limit / 2]
     if len(moved) < t["most_rows"].value * len(losses):
         return []
+    # The log lags behind a falling loss, so an easier batch is one only beside a baseline on the same checkpoint.
+    if shift < 0 and name != "baseline batch":
+        return []
     if not _well_formed(m, t) or not _ordinary_gradient(m, t):
         return []
     side = "above" if shift > 0 else "below"
@@ -139,14 +142,24 @@ RULE = Rule(
     cases=(
         Case("a batch of another language", {"loss": 4.55, "rows": _HARD, "baseline_loss": 3.4}, True),
         Case(
-            "an easy domain, seen against the log",
+            "an easy domain",
+            {"loss": 1.2, "rows": _cases.rows({row: {"loss": 1.2} for row in range(4)}), "baseline_loss": 3.4},
+            True,
+        ),
+        Case(
+            "near miss: easier than the log, which lags behind a falling loss",
             {
                 "loss": 1.2, "rows": _cases.rows({row: {"loss": 1.2} for row in range(4)}),
                 "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05},
             },
-            True,
+            False,
         ),
         Case("near miss: as usual", {"baseline_loss": 3.3}, False),
+        Case(
+            "a batch of another language, seen against the log",
+            {"loss": 4.55, "rows": _HARD, "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05}},
+            True,
+        ),
         Case(
             "near miss: one row does it all",
             {"loss": 4.3, "rows": _cases.rows({2: {"loss": 7.0}}), "baseline_loss": 3.4},

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._attention import SATURATED, TAU, X_SIBLINGS, HotHead, head_evidence, hot_heads
+from stability_probe.rules._attention import SATURATED, TAU, X_HIGH, X_SIBLINGS, HotHead, head_evidence, hot_heads
 from stability_probe.rules._tables import Record, median, plural, records, times
 from stability_probe.schema import Evidence, Location, Remedy
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 THRESHOLDS = {
     "tau": TAU,
     "x_siblings": X_SIBLINGS,
+    "x_high": X_HIGH,
     "saturated": SATURATED,
     "gain": Threshold(
         3, "x the sibling layers' largest gains", "gains alone prove nothing: the healthy Qwen3-0.6B has one of 96.5 "
@@ -93,7 +94,7 @@ def _suspect(m: Measurements, layer: int, hot: list[HotHead], gains: list[Record
             for name, level in levels.items() if level > 0
         ),
         strength=first.max_logit / t["tau"].value,
-        latent=grown and any(head.record["entropy"] <= t["saturated"].value for head in hot),
+        latent=grown and any(head.is_danger(t) for head in hot),
     )  # fmt: skip
 
 
