@@ -37,6 +37,8 @@ DAMAGE_NOISE = 0.02
 ORDINARY = 0.5
 # From this many rows on their spread is known well enough to be used.
 MANY_ROWS = 5
+# Half of the audit's scale is where its high findings start; what is weaker is not named without a test.
+TELLING = 0.5
 # The most interventions that are replayed for one rule: the strongest suspects come first.
 TRIALS_PER_RULE = 4
 
@@ -274,9 +276,9 @@ def status_of(item: Judged) -> Status | None:
         return "confirmed"
     if item.explained is not None and item.explained >= LIKELY:
         return "likely"
-    if item.suspect.latent:
-        return "latent"
-    return "likely" if item.untested else None
+    if item.untested and item.suspect.strength >= TELLING:
+        return "likely"
+    return "latent" if item.suspect.latent else None
 
 
 def rank(judged: list[Judged], order: dict[str, int]) -> list[tuple[Ranked, Suspect]]:

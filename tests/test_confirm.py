@@ -151,6 +151,7 @@ def test_status(explained, changes, status):
 
 def test_an_intervention_that_cannot_run_leaves_its_suspect_likely():
     assert status_of(Judged(suspect(), None, (), untested="no row would be left")) == "likely"
+    assert status_of(Judged(suspect(strength=0.3), None, (), untested="no row would be left")) is None
 
 
 def test_the_rest_of_the_batch_is_no_reference_where_it_is_dear_itself():

@@ -11,8 +11,21 @@ from stability_probe.schema import Evidence, Location
 if TYPE_CHECKING:
     from stability_probe.measure import Measurements
 
-# Spans of the label checks: they belong to these slugs alone, the others are stretches of content.
-LABEL_KINDS = {"labels": "label-misalignment", "padding": "padding-in-loss", "eos": "padding-in-loss"}
+# What a span's kind is evidence for; a row can have several findings. A kind that is not listed counts for any.
+KINDS = {
+    "labels": ("label-misalignment",),
+    "padding": ("padding-in-loss",),
+    "eos": ("padding-in-loss",),
+    "round trip": ("garbage-tokens", "tokenizer-mismatch"),
+    "text": ("garbage-tokens", "boilerplate"),
+    "few ids": ("repeated-tokens", "garbage-tokens"),
+    "separators": ("repeated-tokens", "garbage-tokens"),
+    "digits": ("numeric-runs",),
+    "template": ("boilerplate",),
+    "copy": ("duplicate-examples",),
+    "near copy": ("duplicate-examples",),
+    "id": ("token-id-out-of-range",),
+}
 AUDIT_SCORE = Threshold(
     0.5,
     "audit score",
@@ -36,22 +49,25 @@ def flagged_rows(m: Measurements, slug: str, least_score: float) -> list[Record]
     return [row for row in records(m.rows) if slug in slugs_of(row) and row["audit_score"] >= least_score]
 
 
+def is_evidence(kind: str, slug: str) -> bool:
+    if kind.startswith("period"):
+        return slug == "repeated-tokens"
+    return slug in KINDS.get(kind, (slug,))
+
+
 def spans_of(rows: list[Record], slug: str) -> tuple[tuple[int, int, int], ...]:
-    """(row, start, end) of the stretches that belong to `slug`."""
-    return tuple(
-        (int(row["row"]), int(start), int(end))
-        for row in rows
-        for start, end, kind, _ in row["spans"]
-        if LABEL_KINDS.get(kind, slug) == slug
-    )
+    """(row, start, end) of the stretches that belong to `slug`; exact repeats in place of what lies around them."""
+    found = []
+    for row in rows:
+        own = [(kind, int(start), int(end)) for start, end, kind, _ in row["spans"] if is_evidence(kind, slug)]
+        exact = [span for span in own if span[0].startswith("period")]
+        found += [(int(row["row"]), start, end) for _, start, end in exact or own]
+    return tuple(found)
 
 
-def covered_share(row: Record) -> float:
-    """Share of the row's tokens inside its spans, overlaps counted once."""
-    inside: set[int] = set()
-    for start, end, kind, _ in row["spans"]:
-        if kind not in LABEL_KINDS:
-            inside.update(range(int(start), int(end)))
+def covered_share(row: Record, slug: str) -> float:
+    """Share of the row's tokens inside its spans of `slug`, overlaps counted once."""
+    inside = {place for _, start, end in spans_of([row], slug) for place in range(start, end)}
     return len(inside) / row["tokens"] if row["tokens"] else 0.0
 
 
@@ -87,12 +103,11 @@ def row_evidence(m: Measurements, rows: list[Record], limit: Threshold) -> tuple
 
 
 def drop_plan(m: Measurements, rows: list[Record]) -> tuple[Plan, ...]:
-    """Drop the rows; no plan where nothing would be left to replay."""
+    """Drop the rows; where nothing would be left, the baseline batch stands in for the rest."""
     names = [int(row["row"]) for row in rows]
-    kept = [row for row in records(m.rows) if row["valid_targets"] > 0 and int(row["row"]) not in set(names)]
     listed = ", ".join(map(str, names[:8])) + (", …" if len(names) > 8 else "")
     change = f"{plural(len(names), 'row')} left out ({listed})"
-    return (Plan("drop_rows", {"rows": names}, change),) if kept else ()
+    return (Plan("drop_rows", {"rows": names}, change),)
 
 
 def content_suspect(
