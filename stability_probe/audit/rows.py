@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from stability_probe.audit.labels import (
     usual_shift,
 )
 from stability_probe.audit.prepare import Content, Ints, as_numpy, content, kept_BT
-from stability_probe.audit.result import AuditResult, Note, RowAudit, Span, batch_verdict, judged
+from stability_probe.audit.result import FLAGGING, AuditResult, Note, RowAudit, Span, batch_verdict, judged
 from stability_probe.errors import ProbeError
 
 if TYPE_CHECKING:
@@ -63,10 +64,66 @@ def audit_rows(
     Raises:
         ProbeError: ids that are not integers; labels or mask of another shape.
     """
+    seen = _examine(
+        ids_BT,
+        labels_BT,
+        mask_BT,
+        labels,
+        vocab_size,
+        _vocabulary(tokenizer),
+        baseline,
+        pad_id,
+        eos_id,
+        round_trip_rows,
+    )
+    rows = _row_audits(seen, range(len(seen.features.tokens)))
+    result = batch_verdict(rows, seen.whole_batch)
+    if tokenizer is not None and _vocabulary(tokenizer) is None:
+        lacking = f"{type(tokenizer).__name__} has no fast tokenizer behind it: nothing was decoded"
+        result = replace(result, notes=(*result.notes, lacking))
+    return result
+
+
+def flagged_rows(
+    ids_BT: Ints,
+    *,
+    mask_BT: NDArray[np.bool_] | None,
+    vocab_size: int | None,
+    vocabulary: Vocabulary | None,
+    baseline: Baseline | None,
+    pad_id: int | None,
+    eos_id: int | None,
+    round_trip_rows: int,
+) -> tuple[RowAudit, ...]:
+    """Only the flagged rows of a block of a data set: the others cost no object each."""
+    seen = _examine(ids_BT, None, mask_BT, "auto", vocab_size, vocabulary, baseline, pad_id, eos_id, round_trip_rows)
+    wanted = [row for row, own in seen.notes.items() if any(note.severity in FLAGGING for note in own)]
+    return _row_audits(seen, wanted)
+
+
+@dataclass(frozen=True)
+class _Examined:
+    features: Features
+    notes: Notes
+    p_values: NDArray[np.float64] | None
+    whole_batch: str
+
+
+def _examine(
+    ids_BT: Any,
+    labels_BT: Any,
+    mask_BT: Any,
+    labels: Convention,
+    vocab_size: int | None,
+    vocabulary: Vocabulary | None,
+    baseline: Baseline | None,
+    pad_id: int | None,
+    eos_id: int | None,
+    round_trip_rows: int | None,
+) -> _Examined:
     ids = as_numpy(ids_BT, "the ids")
     targets = None if labels_BT is None else _same_shape(as_numpy(labels_BT, "the labels"), ids, "labels")
     mask = None if mask_BT is None else _same_shape(as_numpy(mask_BT, "the mask"), ids, "mask")
-    vocabulary = _vocabulary(tokenizer)
     if vocabulary is not None:
         vocab_size = vocab_size or vocabulary.size
         eos_id = vocabulary.eos_id if eos_id is None else eos_id
@@ -98,21 +155,21 @@ def audit_rows(
     p_values: NDArray[np.float64] | None = None
     if baseline is not None:
         p_values = baseline.judge(rows, features, notes)
-    return batch_verdict(_row_audits(features, notes, p_values), whole_batch)
+    return _Examined(features, notes, p_values, whole_batch)
 
 
-def _row_audits(features: Features, notes: Notes, p_values: NDArray[np.float64] | None) -> tuple[RowAudit, ...]:
-    columns = zip(
-        features.tokens.tolist(),
-        features.entropy_bits.tolist(),
-        features.duplicate_share.tolist(),
-        features.reference.tolist(),
-        strict=True,
-    )
-    ps = [None] * len(features.tokens) if p_values is None else p_values.tolist()
+def _row_audits(seen: _Examined, wanted: Iterable[int]) -> tuple[RowAudit, ...]:
+    features = seen.features
+    tokens, entropy = features.tokens.tolist(), features.entropy_bits.tolist()
+    duplicates, reference = features.duplicate_share.tolist(), features.reference.tolist()
+    nan = np.full(len(tokens), np.nan)
+    ps = [None if p != p else p for p in (nan if seen.p_values is None else seen.p_values).tolist()]
     return tuple(
-        judged(RowAudit(row, tokens, 0.0, (), (), (), "", entropy, duplicates, reference, ps[row]), notes[row])
-        for row, (tokens, entropy, duplicates, reference) in enumerate(columns)
+        judged(
+            RowAudit(row, tokens[row], 0.0, (), (), (), "", entropy[row], duplicates[row], reference[row], ps[row]),
+            seen.notes[row],
+        )
+        for row in wanted
     )
 
 
@@ -127,11 +184,14 @@ def _same_shape(array: NDArray[Any], ids: NDArray[Any], name: str) -> NDArray[An
 
 
 def _vocabulary(tokenizer: Any) -> Vocabulary | None:
+    """None for a pure-Python tokenizer too: decoding every row with one would cost more than the audit is worth."""
     if tokenizer is None:
         return None
     from stability_probe.audit.vocabulary import Vocabulary
 
-    return tokenizer if isinstance(tokenizer, Vocabulary) else Vocabulary.of(tokenizer)
+    if isinstance(tokenizer, Vocabulary):
+        return tokenizer
+    return Vocabulary.of(tokenizer) if Vocabulary.can_use(tokenizer) else None
 
 
 def _all_eos_is_content(ids: Ints, eos_id: int) -> NDArray[np.bool_] | None:

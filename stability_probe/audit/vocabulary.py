@@ -35,6 +35,12 @@ class Vocabulary:
     pad_id: int | None = None
 
     @staticmethod
+    def can_use(tokenizer: Any) -> bool:
+        """Whether there is a fast (Rust) tokenizer in or behind it."""
+        inner = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        return hasattr(inner, "get_vocab") and hasattr(inner, "encode_batch") and hasattr(inner, "decoder")
+
+    @staticmethod
     def of(tokenizer: Any) -> Vocabulary:
         """From a `tokenizers.Tokenizer` or a transformers fast tokenizer.
 
@@ -42,7 +48,7 @@ class Vocabulary:
             ProbeError: a slow (pure-Python) tokenizer, or something else altogether.
         """
         inner = getattr(tokenizer, "backend_tokenizer", tokenizer)
-        if not hasattr(inner, "get_vocab") or not hasattr(inner, "encode_batch"):
+        if not Vocabulary.can_use(tokenizer):
             raise ProbeError(
                 "cannot use this tokenizer for the audit",
                 f"a {type(tokenizer).__name__} has no fast (Rust) tokenizer behind it",
