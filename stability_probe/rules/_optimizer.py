@@ -29,6 +29,14 @@ def lagging(row: Record) -> float:
     return ratio * min(1.0, (usual / now) ** 2)
 
 
+def gradient_is_usual(m: Measurements) -> bool:
+    """Whether something says that this batch's gradient is what the run knows: then v̂ should have known it too."""
+    usual = m.baseline_grad_norm
+    if usual is None and m.log is not None:
+        usual = m.log.usual_grad_norm
+    return usual is not None and m.global_grad_norm <= 3 * usual
+
+
 def with_moments(m: Measurements) -> list[Record]:
     """Tensors whose second moment is known.
 

@@ -86,7 +86,7 @@ def _past(row: Record, usual: float, blocks: list[Record], t: dict[str, Threshol
         return not is_number(usual) or over_siblings >= t["x_siblings"].value
     if row["role"] in ("block", "norm", "embedding", "head") or row["position"] == 0:
         return False
-    return over_siblings >= t["alone_x_siblings"].value and not _shared_later(row, blocks)
+    return usual > 0 and over_siblings >= t["alone_x_siblings"].value and not _shared_later(row, blocks)
 
 
 def _found(m: Measurements, t: dict[str, Threshold]) -> Iterator[tuple[Record, float]]:

@@ -34,8 +34,13 @@ THRESHOLDS = {
         "the lone large weights that healthy models depend on are a few times their siblings'",
         f"{_HEALTHY}; Yu et al., The Super Weight in Large Language Models, 2024, section 3",
     ),
+    "latent_x_siblings_matrix": Threshold(
+        100, "x median of the siblings' largest |w|", "in a matrix: healthy layers' largest are within 3.6 x of their "
+        "median, and gradients are shared by too many weights for one to run away",
+        _HEALTHY,
+    ),
     "latent_x_siblings": Threshold(
-        1e3, "x median of the siblings' largest |w|", "no training process moves one weight a thousandfold alone",
+        1e3, "x median of the siblings' largest |w|", "in a bias or gain: single large entries occur in some layers",
         _HEALTHY,
     ),
     "latent_x_median": Threshold(
@@ -131,9 +136,8 @@ def _stray_elements(rows: list[Record], t: dict[str, Threshold]) -> Iterator[Sus
                 continue
         elif _fills_a_row(row, t["row_share"].value):
             continue
-        latent = (
-            row["absmax"] >= t["latent_x_siblings"].value * usual if others else ratio >= t["latent_x_median"].value
-        )
+        limit = t["latent_x_siblings_matrix" if len(row["shape"]) > 1 else "latent_x_siblings"].value
+        latent = row["absmax"] >= limit * usual if others else ratio >= t["latent_x_median"].value
         yield _stray_suspect(row, ratio, usual, latent, t)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from stability_probe.judge import Case, Page, Rule, Suspect, Threshold
+from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
 from stability_probe.rules._audit import AUDIT_SCORE, content_suspect, drop_plan, flagged_rows
 from stability_probe.rules._tables import Record, is_number, median, records
@@ -95,7 +96,10 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     rows = flagged_rows(m, RULE.slug, t["score"].value)
     if rows:
         latent = any(row["audit_score"] >= t["latent_score"].value for row in rows)
-        return [content_suspect(m, RULE.slug, rows, "tokens that are not text", t["score"], latent)]
+        suspect = content_suspect(m, RULE.slug, rows, "tokens that are not text", t["score"], latent)
+        swap = Plan("swap_baseline", {}, "the baseline batch in place of this one")
+        # Where every row is garbage nothing is left after dropping them: then only another batch can tell.
+        return [suspect if suspect.plans or m.baseline_loss is None else replace(suspect, plans=(swap,))]
     named = [row for row in _unpredictable(m, t) if not row["flags"]]
     return [_by_loss(m, named, t)] if named else []
 

@@ -19,6 +19,10 @@ THRESHOLDS = {
         0.5, "nats", "on healthy text the declared offset wins by 6 nats and more; noise is far below half a nat",
         "python benchmarks/healthy_ranges.py: SmolLM2-135M 2.6 nats at the right offset, 9.1 to 10.8 at the others",
     ),
+    "flagged_margin": Threshold(
+        0.1, "nats", "enough beside labels that equal the ids at a wrong shift: a little-trained model gains as little",
+        "a little model at 4.18 nats of 6.46 gained 0.39 with labels that had been shifted twice",
+    ),
     "share": Threshold(
         0.15, "of the declared loss", "keeps models near chance, where all offsets cost about the same, out of it",
         "an untrained model differs between offsets by under a tenth of ln V",
@@ -112,26 +116,34 @@ def _evidence(
     )  # fmt: skip
 
 
-def _believable(m: Measurements, best: int, declared: float, rows: set[int], t: dict[str, Threshold]) -> bool:
-    """Whether moving targets *back* finds the next token and not the input itself.
+def _believable(m: Measurements, wrong: tuple[int, float, float], rows: set[int], t: dict[str, Threshold]) -> bool:
+    """Whether the other offset is the right one, and moving targets back finds more than the input itself.
+
+    Right targets cost a trained model less than word frequencies do. Noise has no right offset, only a cheaper one.
 
     A model with a tied head that has not learned much yet returns the token it reads, so its targets moved back
     cost less than the right ones. Two signs tell: the stored labels are another shift of the ids, or the declared
     targets cost more than word frequencies would, which the next token of a trained model never does.
     """
+    best, lowest, declared = wrong
+    entropy = m.unigram_entropy
+    if entropy is not None and lowest > entropy + t["over_unigrams"].value:
+        return False
     if best > 0:
         return True
     if rows & {int(row["row"]) for row in flagged_rows(m, RULE.slug, 0.5)}:
         return True
     least = t["guess"].value * math.log(m.vocab_size)
-    entropy = m.unigram_entropy
     return is_trained(m) and entropy is not None and declared >= max(least, entropy + t["over_unigrams"].value)
 
 
 def _whole_batch(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
-    wrong = _wrong(m.offset_losses, t["margin"].value, t["share"].value)
+    flagged = len(flagged_rows(m, RULE.slug, 1.0)) >= t["flagged_rows"].value * len(m.rows) > 0
+    # With the labels' own testimony the loss need only agree.
+    margin, share = (t["flagged_margin"].value, 0.0) if flagged else (t["margin"].value, t["share"].value)
+    wrong = _wrong(m.offset_losses, margin, share)
     every = {int(row["row"]) for row in records(m.rows)}
-    if not wrong or not _believable(m, wrong[0], wrong[2], every, t):
+    if not wrong or not _believable(m, wrong, every, t):
         return None
     best, lowest, declared = wrong
     return Suspect(
@@ -156,8 +168,7 @@ def _some_rows(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
     found = {
         row: wrong
         for row, losses in zip(table, m.row_offset_losses, strict=False)
-        if (wrong := _wrong(losses, t["row_margin"].value, t["share"].value))
-        and _believable(m, wrong[0], wrong[2], {row}, t)
+        if (wrong := _wrong(losses, t["row_margin"].value, t["share"].value)) and _believable(m, wrong, {row}, t)
     }
     if not found:
         return None
@@ -268,6 +279,11 @@ RULE = Rule(
         Case(
             "near miss: one batch learned by heart",
             {"loss": 0.01, "baseline_loss": 5.0, "offset_losses": {-1: 9.0, 0: 0.01, 1: 9.5, 2: 9.7, 3: 9.8}},
+            False,
+        ),
+        Case(
+            "near miss: a row of noise, cheaper with its own input as target",
+            {"loss": 4.6, "row_offset_losses": [_RIGHT, {-1: 6.73, 0: 8.41, 1: 8.5, 2: 8.5}, _RIGHT, _RIGHT]},
             False,
         ),
         Case(

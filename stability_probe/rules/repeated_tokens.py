@@ -60,7 +60,7 @@ PAGE = Page(
 
 
 def _heavy(row: Record, t: dict[str, Threshold]) -> bool:
-    return row["audit_score"] >= t["latent_score"].value or covered_share(row) >= t["latent_share"].value
+    return row["audit_score"] >= t["latent_score"].value or covered_share(row, RULE.slug) >= t["latent_share"].value
 
 
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:

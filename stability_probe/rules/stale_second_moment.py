@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._optimizer import lagging, usual_lag, with_moments
+from stability_probe.rules._optimizer import gradient_is_usual, lagging, usual_lag, with_moments
 from stability_probe.rules._tables import NAMED_AT_MOST, Record, is_number, layers_of, median, plural
 from stability_probe.schema import Evidence, Location, Remedy
 
@@ -28,6 +28,11 @@ THRESHOLDS = {
     "latent_x_others": Threshold(
         1e3, "x the lower quartile over tensors", "a step 30 times the usual size is waiting for any gradient at all",
         "an update scales with the root of g2/v",
+    ),
+    "latent_x_others_alone": Threshold(
+        1e5, "x the lower quartile over tensors", "without a baseline or log nobody knows whether the gradient is the "
+        "usual one: a corrupt weight makes ratios of 800 in its layer",
+        "a weight x 5 000 in a little model, measured: 787 in three tensors",
     ),
     "tensors": Threshold(
         0.6, "of the tensors", "where most tensors lag, the whole state is another run's: optimizer-state-mismatch",
@@ -84,7 +89,8 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     if not hot or len(hot) > t["tensors"].value * len(rows) or not is_number(usual):
         return []
     damage = m.step_effect.damage if m.step_effect is not None else math.nan
-    latent = any(lagging(row) >= max(t["ratio"].value, t["latent_x_others"].value * usual) for row in hot)
+    least = t["latent_x_others" if gradient_is_usual(m) else "latent_x_others_alone"].value
+    latent = any(lagging(row) >= max(t["ratio"].value, least * usual) for row in hot)
     if not (damage > 0 or latent):
         return []
     return [_suspect(m, hot, len(rows), usual, damage, latent, t)]
@@ -148,7 +154,13 @@ RULE = Rule(
             {"parameters": _stale(1e6), "step_effect": {"damage": 2.4, "damage_refreshed": -0.01}},
             True,
         ),
-        Case("the ratio alone, far past the others", {"parameters": _stale(5e3)}, True),
+        Case("the ratio alone, far past the others", {"parameters": _stale(5e3), "baseline_grad_norm": 1.1}, True),
+        Case("the ratio alone, without any reference", {"parameters": _stale(2e6)}, True),
+        Case(
+            "near miss: a ratio of 800 that a corrupt weight makes, and a step without damage",
+            {"parameters": _stale(800.0), "step_effect": {"damage": -0.01}},
+            False,
+        ),
         Case(
             "an untouched second moment of zero",
             {"parameters": _stale(float("inf")), "step_effect": {"damage": 0.9}},
