@@ -33,6 +33,8 @@ GRAD_NOISE = math.log(1.5)
 # Mean |token loss gap| of a healthy 135M model in bf16 is 0.02–0.03 nats.
 PRECISION_NOISE = 0.05
 DAMAGE_NOISE = 0.02
+# Shares of a step's progress: the healthy models of fixtures/tiny.py lose 1e-5 of theirs to ε = 1e-8.
+PROGRESS_NOISE = 0.2
 # Nats by which healthy text of one run differs from other healthy text of it, where nothing better is known.
 ORDINARY = 0.5
 # From this many rows on their spread is known well enough to be used.
@@ -124,6 +126,8 @@ def readings_before(bench: Bench) -> Reading:
         reading["precision_gap"] = max(gaps)
     if m.step_effect is not None:
         reading["step_damage"] = m.step_effect.damage
+    if m.step_progress is not None:
+        reading["lost_progress"] = m.step_progress.lost
     return reading
 
 
@@ -165,7 +169,7 @@ def _record(
 def reference_for(measure: Measure, trial: Trial, trials: list[Trial], before: Reading, bench: Bench) -> float | None:
     """Where the measure should be; None where nothing says."""
     m = bench.measurements
-    if measure == "nonfinite":
+    if measure in ("nonfinite", "lost_progress"):
         return 0.0
     after = trial.reading[measure] if trial.reading is not None else math.nan
     if measure == "loss" and trial.of_the_data:
@@ -259,6 +263,8 @@ def noise_of(measure: Measure, before: float, bench: Bench, of_the_data: bool) -
         return PRECISION_NOISE
     if measure == "step_damage":
         return DAMAGE_NOISE
+    if measure == "lost_progress":
+        return PROGRESS_NOISE
     floor = max(LOSS_NOISE, LOSS_NOISE_SHARE * abs(before))
     if not of_the_data:
         return floor

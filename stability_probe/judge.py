@@ -17,7 +17,7 @@ from stability_probe.schema import Evidence, Location, Outcome, Remedy
 if TYPE_CHECKING:
     from stability_probe.measure import Measurements
 
-Measure = Literal["loss", "grad_norm", "nonfinite", "precision_gap", "step_damage"]
+Measure = Literal["loss", "grad_norm", "nonfinite", "precision_gap", "step_damage", "lost_progress"]
 
 
 @dataclass(frozen=True)

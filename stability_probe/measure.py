@@ -57,6 +57,69 @@ class StepEffect:
 
 
 @dataclass(frozen=True)
+class StepProgress:
+    """What one simulated AdamW step gains to first order: −⟨gradient, update⟩, in nats. The excess of a plateau.
+
+    Attributes:
+        expected: of the reference step: weights in fp32, ε far below √v̂.
+        lost: share of it that the run's own step does not make: 1 − gained / expected.
+        lost_to_rounding, lost_to_epsilon: the same where only the weights' format, or only ε, is the run's own.
+        in_bf16: the weights are kept in bf16 without an fp32 copy; `in_bf16_reason` says how that is known.
+        vanish_share: share of the elements with an update whose update rounds away there; 0 where not `in_bf16`.
+        vanishing: the same by parameter, the worst first, at most 50.
+        eps: the largest ε of the optimizer's groups.
+    """
+
+    expected: float
+    lost: float
+    lost_to_rounding: float
+    lost_to_epsilon: float
+    vanish_share: float = 0.0
+    vanishing: tuple[tuple[str, float], ...] = ()
+    in_bf16: bool = False
+    in_bf16_reason: str = ""
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True)
+class PositionFacts:
+    """How positions are told to the model.
+
+    Attributes:
+        stored: the batch holds position ids, and `taken` the model's forward takes them.
+        first: the smallest first position of a row (0 as it should be; the first real token of a padded row).
+        breaks: (row, position) where the next id is not one more than the last, at most 200.
+        at_documents: share of the breaks that go back to 0 where a document starts (after a separator): packing.
+        rotary_theta: base of the rotary frequencies; None without rotary positions, or with scaled ones.
+        losses: (start, end, mean loss in nats, targets) by position, in halves of what is left: the last entry
+            is the later half of the row, the one before it the second quarter…
+    """
+
+    stored: bool = False
+    taken: bool = False
+    first: int = 0
+    breaks: tuple[tuple[int, int], ...] = ()
+    at_documents: float = 1.0
+    rotary_theta: float | None = None
+    losses: tuple[tuple[int, int, float, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class BlindQueries:
+    """Attention queries that see no key.
+
+    Attributes:
+        padding: by the stored mask: left padding of rows, whose queries have only padding before them.
+        rows: rows whose mask leaves out every token.
+        real: (layer, count) of queries on real tokens with no key, as the attention calls show it.
+    """
+
+    padding: int = 0
+    rows: tuple[int, ...] = ()
+    real: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class LogFacts:
     """What the run's log says around the incident's step; None where it does not say.
 
@@ -126,6 +189,15 @@ class Measurements:
         attention_softcap, output_softcap, qk_norm: from the model; None/False where absent.
         precisions: by name, without fp32.
         repeat_differs: True where the same replay twice was not bit-equal; None where it was not tried.
+        repeat_gap: largest |difference| of a token's loss between the two, nats (infinite where one is not finite);
+            repeat_loss_change: of the mean loss of the rows replayed twice (at most 8); repeat_rows: those that differ.
+        positions, blind: see `PositionFacts` and `BlindQueries`.
+        step_progress: None without an AdamW state, or where the reference step gains nothing.
+        routers: one dict per router of experts: module, layer, experts, top_k, tokens, load_entropy (nats, of the
+            share of assignments by expert), load_top (largest share), idle (experts without a token), log_z (mean
+            log-sum-exp of the logits), logit_absmax, sigmoid. Left padding counts as tokens.
+        mixing: one dict per hyper-connection mixing matrix in order of depth: parameter, layer, size,
+            spectral_norm, product_norm (spectral norm of the product up to and with this one).
     """
 
     vocab_size: int
@@ -163,3 +235,11 @@ class Measurements:
     optimizer: dict[str, Any] | None = None
     optimizer_missing: str = ""
     repeat_differs: bool | None = None
+    repeat_gap: float | None = None
+    repeat_loss_change: float | None = None
+    repeat_rows: tuple[int, ...] = ()
+    positions: PositionFacts | None = None
+    blind: BlindQueries | None = None
+    step_progress: StepProgress | None = None
+    routers: tuple[dict[str, Any], ...] = ()
+    mixing: tuple[dict[str, Any], ...] = ()

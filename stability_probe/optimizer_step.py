@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,12 +32,16 @@ class StepSetting:
         lr: replaces the groups' learning rates where it is not None; `lr_factor` multiplies either.
         clip_factor: what the gradient is multiplied by (1 where nothing is clipped).
         refresh: parameters whose v̂ is replaced by max(v̂, g²) before the step.
+        eps: replaces the groups' ε where it is not None.
+        in_bf16: the stepped weights are rounded to bf16, as where they are kept in it without an fp32 copy.
     """
 
     lr: float | None = None
     lr_factor: float = 1.0
     clip_factor: float = 1.0
     refresh: frozenset[str] = frozenset()
+    eps: float | None = None
+    in_bf16: bool = False
 
 
 def clip_factor(global_grad_norm: float, grad_clip: float | None) -> float:
@@ -82,7 +87,7 @@ def tensor_steps(
 ) -> dict[str, TensorStep]:
     """Size of the step in every tensor whose moments are known."""
     result = {}
-    for name, weight, grad, update in _updates(module, gradients, state, setting):
+    for name, weight, grad, update in updates(module, gradients, state, setting):
         group = state.groups[state.group_of[name]]
         v_hat = state.exp_avg_sq[name].float() / max(1 - group.betas[1] ** max(state.step[name], 1), 1e-12)
         mass = v_hat.double().sum().item()
@@ -106,7 +111,7 @@ def stepped(
     parameters = dict(module.named_parameters())
     old = {name: parameters[name].data for name in gradients if name in state.exp_avg}
     try:
-        for name, weight, _, update in _updates(module, gradients, state, setting):
+        for name, weight, _, update in updates(module, gradients, state, setting):
             parameters[name].data = weight + update
         yield
     finally:
@@ -114,13 +119,16 @@ def stepped(
             parameters[name].data = data
 
 
-def _updates(
+def updates(
     module: nn.Module, gradients: Mapping[str, Tensor], state: OptimizerState, setting: StepSetting
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """(parameter, weight, clipped gradient, change of the weight) for every parameter whose moments are known."""
     for name, parameter in module.named_parameters():
         if name not in gradients or name not in state.exp_avg:
             continue
         group = state.groups[state.group_of[name]]
+        if setting.eps is not None:
+            group = dataclasses.replace(group, eps=setting.eps)
         weight = parameter.detach()
         grad = gradients[name] * setting.clip_factor
         lr = (group.lr if setting.lr is None else setting.lr) * setting.lr_factor
@@ -135,4 +143,13 @@ def _updates(
             lr=lr,
             refresh=name in setting.refresh,
         )
+        if setting.in_bf16:
+            update = rounded_update(weight, update)
+            weight = weight.bfloat16().float()
         yield name, weight, grad, update
+
+
+def rounded_update(weight: Tensor, update: Tensor) -> Tensor:
+    """What is left of the update where the weight is kept in bf16: steps of its grid, often none."""
+    old = weight.bfloat16().float()
+    return (old + update).bfloat16().float() - old

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from stability_probe import checklist, tables
 from stability_probe._version import __version__
 from stability_probe.audit import audit_rows
 from stability_probe.batches.base import IGNORED, Batch
-from stability_probe.batches.edit import join
+from stability_probe.batches.edit import join, select
 from stability_probe.checkpoints.base import OptimizerState
 from stability_probe.checkpoints.optimizer import name_optimizer_state
 from stability_probe.confirm import confirm, count_trials, outcomes_after, without_confirmation
@@ -21,12 +23,16 @@ from stability_probe.incident import Incident, Request, load_incident
 from stability_probe.interventions.bench import Bench, StepBench
 from stability_probe.interventions.simulated_step import damage
 from stability_probe.judge import judge, load_rules
-from stability_probe.measure import Measurements, StepEffect
+from stability_probe.measure import Measurements, StepEffect, StepProgress
 from stability_probe.optimizer_step import StepSetting, clip_factor, tensor_steps
 from stability_probe.previews import decoder, with_previews
 from stability_probe.progress import Progress, Silent
-from stability_probe.replay import Subject, Trace, replay
+from stability_probe.replay import Subject, Trace, mean_loss, replay
 from stability_probe.schema import ReplayRecord, Report, plain
+from stability_probe.step_progress import kept_in_bf16, step_progress
+from stability_probe.tables_mixing import mixing_table
+from stability_probe.tables_positions import blind_queries, position_facts
+from stability_probe.taps.router import RouterTap, find_routers
 
 
 def run(request: Request, progress: Progress | None = None) -> Report:
@@ -83,14 +89,20 @@ def examine(
     microbatch = incident.request.microbatch
     names = precisions_of(incident)
 
-    def replayed(what: Batch, name: str, precision: str, sketches: bool) -> Trace:
+    def replayed(
+        what: Batch, name: str, precision: str, sketches: bool, extra: Callable[[], Any] = nullcontext
+    ) -> Trace:
         with show.stage(f"Replaying {name} in {precision}", what.ids_BT.shape[0]) as advance:
-            trace = replay(subject, what, precision, sketches=sketches, microbatch=microbatch, advance=advance)
+            trace = replay(
+                subject, what, precision, sketches=sketches, microbatch=microbatch, extra=extra, advance=advance
+            )
         records.append(record_of(name, trace))
         return trace
 
     records: list[ReplayRecord] = []
-    trace = replayed(batch, "the batch", "fp32", True)
+    routers = RouterTap(find_routers(subject.module, subject.anatomy))
+    trace = replayed(batch, "the batch", "fp32", True, functools.partial(routers.on, subject.module))
+    again = repeated(subject, batch, microbatch)
     reduced = {name: replayed(batch, "the batch", name, True) for name in names}
     for other in reduced.values():
         if other.gradients is not None:  # only the sketches are compared
@@ -99,7 +111,7 @@ def examine(
     with show.stage("Measuring"):
         state, missing = optimizer_state(incident)
         measured = measure(incident, subject, batch, trace, reduced, baseline, healthy, state, missing)
-        measured = dataclasses.replace(measured, bad_ids=wrong)
+        measured = dataclasses.replace(measured, bad_ids=wrong, routers=routers.table(), **repeat_facts(trace, again))
     if healthy is not None and healthy.gradients is not None:
         healthy.gradients.total.clear()
     pair = (baseline, healthy) if baseline is not None and healthy is not None else None
@@ -139,7 +151,10 @@ def optimizer_state(incident: Incident) -> tuple[OptimizerState | None, str]:
     if raw is None:
         return None, "no optimizer state was found in or beside the checkpoint; give it with --optimizer"
     named = name_optimizer_state(raw, incident.model.module)
-    return (None, named) if isinstance(named, str) else (named, "")
+    if isinstance(named, str):
+        return None, named
+    known = named.kind == "adamw"
+    return named, "" if known else f"the optimizer is {named.kind}: only AdamW's step is simulated"
 
 
 def measure(
@@ -198,7 +213,51 @@ def measure(
         log=incident.log,
         optimizer=_optimizer_facts(state),
         optimizer_missing=optimizer_missing,
+        positions=position_facts(subject, batch, trace, eos_id(incident)),
+        blind=blind_queries(batch, trace),
+        mixing=mixing_table(subject.module, subject.anatomy),
+        step_progress=progress_of(incident, subject, trace, state, norm),
     )
+
+
+def progress_of(
+    incident: Incident, subject: Subject, trace: Trace, state: OptimizerState | None, global_grad_norm: float
+) -> StepProgress | None:
+    """What the run's next step gains to first order; None where it cannot be simulated."""
+    if state is None or state.kind != "adamw" or trace.gradients is None or not math.isfinite(global_grad_norm):
+        return None
+    in_bf16, reason = kept_in_bf16(incident.run_precision, incident.checkpoint.tensors, state)
+    setting = setting_of(incident, global_grad_norm)
+    return step_progress(subject.module, trace.gradients.total, state, setting, in_bf16, reason)
+
+
+def eos_id(incident: Incident) -> int | None:
+    eos = incident.model.config.get("eos_token_id")
+    return eos if isinstance(eos, int) else None
+
+
+# Rows that are replayed twice: enough to see what differs from one replay to the next, a fraction of the time.
+REPEATED_ROWS = 8
+
+
+def repeated(subject: Subject, batch: Batch, microbatch: int) -> Trace:
+    """The forward over the first rows once more: it must give the same, bit for bit."""
+    rows = select(batch, REPEATED_ROWS)
+    return replay(subject, rows, backward=False, detail=False, microbatch=microbatch)
+
+
+def repeat_facts(trace: Trace, again: Trace) -> dict[str, Any]:
+    """The `repeat_…` of `Measurements`."""
+    rows, T = again.token_loss_BT.shape
+    first, second = trace.token_loss_BT[:rows, :T].double(), again.token_loss_BT.double()
+    same = (first == second) | (first.isnan() & second.isnan())
+    gap = (first - second).abs().nan_to_num(nan=math.inf).masked_fill(same, 0.0)
+    return {
+        "repeat_differs": not bool(same.all()),
+        "repeat_gap": gap.max().item() if gap.numel() else 0.0,
+        "repeat_loss_change": again.loss - mean_loss(trace.token_loss_BT[:rows], trace.has_target_BT[:rows]),
+        "repeat_rows": tuple((~same).any(1).nonzero().flatten().tolist()),
+    }
 
 
 def audit(incident: Incident) -> Any:

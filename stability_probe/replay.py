@@ -67,6 +67,7 @@ class HeadTotals:
     top_weight: Tensor
     top_key_share: Tensor
     rows: Tensor
+    blind: Tensor
 
 
 @dataclass
@@ -359,7 +360,7 @@ def _add_heads(heads: dict[int, HeadTotals], layer: int, seen: HeadStatistics, r
     rows = known.sum(0)
     at = which + row
     if layer not in heads or heads[layer].max_logit.shape != best.shape:
-        heads[layer] = HeadTotals(best, at, query, key, entropy, top, share, rows)
+        heads[layer] = HeadTotals(best, at, query, key, entropy, top, share, rows, seen.blind_BH.sum(0))
         return
     total = heads[layer]
     newer = ~(best <= total.max_logit)  # a NaN counts as newer: it is what must be seen
@@ -371,6 +372,7 @@ def _add_heads(heads: dict[int, HeadTotals], layer: int, seen: HeadStatistics, r
     total.top_weight = total.top_weight + top
     total.top_key_share = total.top_key_share + share
     total.rows = total.rows + rows
+    total.blind = total.blind + seen.blind_BH.sum(0)
 
 
 def _failed(error: Exception, rows: range, precision: str) -> ProbeError:

@@ -36,6 +36,7 @@ class HeadStatistics:
         entropy_BH: nats, mean over the queries of the later half that see at least two keys.
         top_weight_BH: mean over the same queries of the largest attention weight.
         top_key_share_BH: share of the same queries whose largest weight is on the most popular key.
+        blind_BH: queries that no key is allowed for.
     """
 
     max_logit_BH: Tensor
@@ -44,6 +45,7 @@ class HeadStatistics:
     entropy_BH: Tensor
     top_weight_BH: Tensor
     top_key_share_BH: Tensor
+    blind_BH: Tensor
 
 
 Chunk = Callable[[int, int], tuple[Tensor, Tensor, Tensor]]
@@ -112,11 +114,12 @@ def statistics_from_logits(logits_BHTS: Tensor, first_query: int = 0) -> HeadSta
 @torch.no_grad()
 def _statistics(chunk: Chunk, first: int, T: int) -> HeadStatistics:
     half = first + (T - first) // 2
-    highest, entropies, tops, top_keys, counted = [], [], [], [], []
+    highest, entropies, tops, top_keys, counted, blind = [], [], [], [], [], []
     for start, stop in _spans(first, half, T):
         logits, biased, allowed = chunk(start, stop)
         low, high = logits.masked_fill(~allowed, 0.0).aminmax(dim=-1)
         highest.append(torch.maximum(high, -low))
+        blind.append((~allowed.any(-1)).sum(-1))
         if start < half:
             continue
         hidden = biased.masked_fill(~allowed, -math.inf)
@@ -141,7 +144,8 @@ def _statistics(chunk: Chunk, first: int, T: int) -> HeadStatistics:
         return (values.masked_fill(~valid, 0.0).sum(-1) / many).masked_fill(none, math.nan)
 
     popular = where.masked_fill(~valid, -1).mode(dim=-1, keepdim=True).values
-    return HeadStatistics(max_logit, query, key, mean(entropy), mean(top), mean((where == popular).float()))
+    shares = mean(entropy), mean(top), mean((where == popular).float())
+    return HeadStatistics(max_logit, query, key, *shares, torch.stack(blind).sum(0))
 
 
 def _spans(first: int, half: int, T: int) -> Iterator[tuple[int, int]]:
