@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,6 @@ from torch import Tensor
 from stability_probe.models.decoder import Decoder, DecoderConfig
 
 DATA = Path(__file__).with_name("demo_data")
-# With β₂ = 0.95 ten gradients carry 40 % of the average; the bias correction makes up for the rest.
-MOMENT_STEPS = 10
-MOMENT_ROWS = 8
-# Rows that show what is wrong and replay in seconds.
-BATCH_ROWS = 8
 # Where faults are planted: not the first of anything, which a wrong tool would name by default.
 LAYER, HEAD, ROW = 3, 2, 5
 
@@ -73,28 +68,23 @@ def load_run() -> Run:
     tied = {"head.weight": weights["embed.weight"]} if config.tied else {}
     model.load_state_dict({**weights, **tied})
     batches_NBT = load_file(DATA / "rows.safetensors")["input_ids"].long()
-    first, second, *others = (batch[:BATCH_ROWS] for batch in batches_NBT)
+    batch, baseline, later, *history = batches_NBT
     settings = json.loads((DATA / "run.json").read_text())
     log = [json.loads(line) for line in (DATA / "log.jsonl").read_text().splitlines()]
-    moments = moments_on(model, torch.cat(others), settings["betas"])
-    return Run(model, config, first, first.clone(), second, others[0], moments, settings, log)
+    moments = moments_on(model, history, settings["betas"])
+    return Run(model, config, batch, batch.clone(), baseline, later, moments, settings, log)
 
 
-def moments_on(model: Decoder, rows_BT: Tensor, betas: tuple[float, float]) -> dict[str, dict[str, Tensor]]:
-    """AdamW's moments as healthy text leaves them in this state: bias-corrected averages over a few batches."""
-    averages = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in model.named_parameters()}
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(MOMENT_STEPS):
-        rows = torch.randperm(len(rows_BT), generator=generator)[:MOMENT_ROWS]
-        _, gradients = loss_and_gradients(model, rows_BT[rows], rows_BT[rows])
-        for name, gradient in gradients.items():
-            mean, square = averages[name]
-            mean.lerp_(gradient, 1 - betas[0])
-            square.lerp_(gradient.square(), 1 - betas[1])
-    first, second = (1 - beta**MOMENT_STEPS for beta in betas)
-    return {
-        name: {"exp_avg": mean / first, "exp_avg_sq": square / second} for name, (mean, square) in averages.items()
-    }
+def moments_on(model: Decoder, batches: Sequence[Tensor], betas: tuple[float, float]) -> dict[str, dict[str, Tensor]]:
+    """AdamW's moments as these batches leave them in this state: averages with the bias corrected."""
+    averages = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in model.named_parameters()}
+    for ids_BT in batches:
+        _, gradients = loss_and_gradients(model, ids_BT, ids_BT)
+        for name, (mean, square) in averages.items():
+            mean.lerp_(gradients[name], 1 - betas[0])
+            square.lerp_(gradients[name].square(), 1 - betas[1])
+    first, second = (1 - beta ** len(batches) for beta in betas)
+    return {name: {"exp_avg": mean / first, "exp_avg_sq": square / second} for name, (mean, square) in averages.items()}
 
 
 def loss_and_gradients(model: Decoder, ids_BT: Tensor, labels_BT: Tensor) -> tuple[float, dict[str, Tensor]]:
@@ -109,7 +99,7 @@ def loss_and_gradients(model: Decoder, ids_BT: Tensor, labels_BT: Tensor) -> tup
 
 
 def repeated_tokens(run: Run) -> str:
-    start, token = 12, int(run.ids_BT[ROW, 11])
+    start, token = 12, int(run.ids_BT[ROW, 12])
     run.ids_BT[ROW, start:] = token
     run.labels_BT = run.ids_BT.clone()
     end = run.ids_BT.shape[1]
@@ -117,11 +107,10 @@ def repeated_tokens(run: Run) -> str:
 
 
 def attention_logit_growth(run: Run) -> str:
-    attention, width = run.model.blocks[LAYER].attn, run.config.head_dim
-    rows = slice(HEAD * width, (HEAD + 1) * width)
+    rows = slice(HEAD * run.config.head_dim, (HEAD + 1) * run.config.head_dim)
     with torch.no_grad():
-        attention.q_proj.weight[rows] *= 8
-        attention.k_proj.weight[rows] *= 8
+        for name in ("q_proj", "k_proj"):
+            run.model.get_parameter(f"blocks.{LAYER}.attn.{name}.weight")[rows] *= 8
     return f"W_q and W_k of layer {LAYER} head {HEAD} times 8, so its attention logits times 64"
 
 
@@ -143,7 +132,7 @@ def stale_second_moment(run: Run) -> str:
     for name, moments in run.moments.items():
         if name.startswith(f"blocks.{LAYER}."):
             moments["exp_avg_sq"] *= 1e-6
-    return f"exp_avg_sq of layer {LAYER} times 1e-6, so its step of the optimizer times 1000"
+    return f"exp_avg_sq of layer {LAYER} times 1e-6, as if its gradients had been a thousand times smaller until now"
 
 
 def healthy(run: Run) -> str:
@@ -207,14 +196,14 @@ def next_steps(run: Run) -> list[dict[str, Any]]:
     loss, gradients = loss_and_gradients(run.model, run.ids_BT, run.labels_BT)
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
     records = [{"step": run.step, "loss": loss, "grad_norm": norm, "lr": lr}]
-    take_step(run, {name: gradient * min(1.0, clip / norm) for name, gradient in gradients.items()}, lr)
+    take_step(run, {name: gradient * min(1.0, clip / (norm + 1e-6)) for name, gradient in gradients.items()}, lr)
     loss, gradients = loss_and_gradients(run.model, run.later_BT, run.later_BT)
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
     return [*records, {"step": run.step + 1, "loss": loss, "grad_norm": norm, "lr": lr}]
 
 
 def take_step(run: Run, gradients: dict[str, Tensor], lr: float) -> None:
-    """One step of AdamW; after so many steps its bias correction is 1."""
+    """One step of AdamW from averages whose bias is already corrected."""
     beta1, beta2 = run.settings["betas"]
     with torch.no_grad():
         for name, parameter in run.model.named_parameters():
