@@ -17,6 +17,7 @@ from stability_probe.rules.attention_logit_growth import RULE as GROWTH
 from stability_probe.rules.attention_scale import uniform_entropy
 from stability_probe.rules.corrupt_weights import flipped_bit
 from stability_probe.rules.label_misalignment import RULE as LABELS
+from stability_probe.rules.label_misalignment import _testified
 from stability_probe.rules.logit_drift import bf16_spacing
 from stability_probe.rules.not_reproduced import clean_factor
 from tests.rule_tables import measurements_from
@@ -158,6 +159,19 @@ def test_bf16_spacing_is_the_distance_to_the_next_number(value: float) -> None:
 )
 def test_clean_factors(ratio: float, said: str) -> None:
     assert clean_factor(ratio, 0.02) == said
+
+
+@pytest.mark.parametrize(
+    ("reason", "move"),
+    [
+        ("labels[t] is ids[t+2] for 100% of the labels; expected the next token (shifted)", -1),
+        ("labels[t] is ids[t+1] for 98% of the labels; expected the token itself (unshifted)", -1),
+        ("labels[t] is ids[t] for 100% of the labels; expected the next token (shifted)", 1),
+        ("labels agree with the ids at no shift from -2 to 3 (best 3%)", None),
+    ],
+)
+def test_the_labels_say_how_far_the_targets_must_move(reason: str, move: int | None) -> None:
+    assert _testified(reason) == move
 
 
 def test_uniform_entropy_is_the_seeds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
@@ -89,6 +90,9 @@ PAGE = Page(
 )  # fmt: skip
 
 
+_SHIFT = re.compile(r"labels\[t\] is ids\[t(?P<stored>[+-]\d+)?\].*\((?P<expected>shifted|unshifted)\)")
+
+
 def _best(losses: dict[int, float]) -> tuple[int, float, float]:
     """(best offset, loss at it, declared loss); (0, NaN, NaN) where the declared loss is unknown."""
     known = {int(k): loss for k, loss in losses.items() if is_number(loss)}
@@ -137,11 +141,21 @@ def _believable(m: Measurements, wrong: tuple[int, float, float], rows: set[int]
     return is_trained(m) and entropy is not None and declared >= max(least, entropy + t["over_unigrams"].value)
 
 
+def _testified(reason: str) -> int | None:
+    """How far the targets must move by what the audit read off ids and labels; None where it does not say."""
+    found = _SHIFT.search(reason)
+    return (found["expected"] == "shifted") - int(found["stored"] or 0) if found else None
+
+
 def _whole_batch(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
-    flagged = len(flagged_rows(m, RULE.slug, 1.0)) >= t["flagged_rows"].value * len(m.rows) > 0
-    # With the labels' own testimony the loss need only agree.
-    margin, share = (t["flagged_margin"].value, 0.0) if flagged else (t["margin"].value, t["share"].value)
-    wrong = _wrong(m.offset_losses, margin, share)
+    flagged = flagged_rows(m, RULE.slug, 1.0)
+    losses = m.offset_losses
+    wrong = _wrong(losses, t["margin"].value, t["share"].value)
+    if flagged and len(flagged) >= t["flagged_rows"].value * len(m.rows):
+        # The labels themselves say which offset is right; the loss need only agree.
+        said = _testified(flagged[0]["reason"])
+        told = {k: loss for k, loss in losses.items() if k in (0, said)} if said in losses else losses
+        wrong = _wrong(told, t["flagged_margin"].value, 0.0)
     every = {int(row["row"]) for row in records(m.rows)}
     if not wrong or not _believable(m, wrong, every, t):
         return None
@@ -254,6 +268,23 @@ RULE = Rule(
     examine=examine,
     cases=(
         Case("labels shifted twice", {"loss": 8.9, "offset_losses": _DOUBLE}, True),
+        Case(
+            "shifted twice under a little-trained tied model, which likes its input best: the labels say by how much",
+            {
+                "loss": 4.11, "offset_losses": {-2: 3.84, -1: 3.98, 0: 4.11, 1: 4.2, 2: 4.2, 3: 4.2},
+                "rows": _cases.rows(
+                    {
+                        row: {
+                            "flags": ["label-misalignment"], "audit_score": 1.0, "spans": [(0, 128, "labels", "")],
+                            "reason": "label-misalignment: labels[t] is ids[t+2] for 100% of the labels; expected "
+                            "the next token (shifted)",
+                        }
+                        for row in range(4)
+                    }
+                ),
+            },
+            True,
+        ),
         Case("labels never shifted", {"loss": 8.1, "offset_losses": {-1: 9.0, 0: 8.1, 1: 3.4, 2: 6.6, 3: 6.9}}, True),
         Case(
             "one row of four comes from a loader that shifts twice",
