@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,10 +16,10 @@ SHARED = 0.5  # near copy: half of the smaller row's sampled 8-grams occur in th
 LONG_GRAM, LONG_SHARED = 32, 0.33
 FEWEST = 8  # sampled 8-grams; below, the share is too coarse to mean anything
 VARIED = 0.5  # a row whose own 8-grams mostly repeat (a boolean matrix) shares them with every row of its kind
+SAMPLED = np.uint64(2**60)  # the top four bits are zero
 LEAST_ENTROPY_BITS = 2.5  # at 1.5 bits, a boolean matrix, there are only a few thousand likely 8-grams
 SHORTEST = 16  # tokens; short rows coincide by chance and by design ("yes", "no")
 SHORTEST_SMALL = 64  # the same where a token is about a character
-_CROWD = 64  # rows that share one 8-gram (a licence header) beyond which no further pairs are counted
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,7 @@ class Prints:
 
 def prints_of(hashes: NDArray[np.uint64], gram: int, lengths_B: NDArray[np.int64]) -> Prints:
     """One n-gram in sixteen, chosen by its content, so that copies sample the same places."""
-    sampled = (hashes >> np.uint64(32)).astype(np.uint32) & np.uint32(15) == 0
-    rows, at = np.nonzero(sampled)
+    rows, at = np.divmod(np.flatnonzero(hashes < SAMPLED), hashes.shape[1])  # much faster than nonzero of a matrix
     inside = at <= lengths_B[rows] - gram
     return Prints(rows[inside], hashes[rows[inside], at[inside]])
 
@@ -52,21 +50,23 @@ def near_copies(rows: Content, prints: Prints, entropy_bits_B: NDArray[np.float6
     their kind share 8-grams by chance, take no part.
     """
     ordered = np.sort(prints.marks)
-    if np.count_nonzero(ordered[1:] == ordered[:-1]) < SHARED * FEWEST:
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice) < SHARED * FEWEST:
         return {}
-    count_rows = len(entropy_bits_B)
-    order = np.lexsort((prints.rows, prints.marks))
+    # Nearly all marks stand alone: only the others need to be put in order with their rows.
+    at = np.minimum(np.searchsorted(twice, prints.marks), len(twice) - 1)
+    again = np.flatnonzero(twice[at] == prints.marks)
+    order = again[np.lexsort((prints.rows[again], prints.marks[again]))]
     row_of, marks = prints.rows[order], prints.marks[order]
     new = np.ones(len(row_of), np.bool_)
     new[1:] = (marks[1:] != marks[:-1]) | (row_of[1:] != row_of[:-1])
-    sampled, distinct = np.bincount(row_of, minlength=count_rows), np.bincount(row_of[new], minlength=count_rows)
+    count_rows = len(entropy_bits_B)
+    sampled = np.bincount(prints.rows, minlength=count_rows)
+    distinct = sampled - np.bincount(row_of[~new], minlength=count_rows)
     telling = (distinct >= np.maximum(FEWEST, VARIED * sampled)) & (entropy_bits_B >= LEAST_ENTROPY_BITS)
     keep = new & telling[row_of]
-    shared: dict[tuple[int, int], int] = {}
-    for pair in _pairs(row_of[keep], marks[keep]):
-        shared[pair] = shared.get(pair, 0) + 1
     found: dict[int, tuple[int, float]] = {}
-    for (earlier, later), count in sorted(shared.items()):
+    for earlier, later, count in _shared(row_of[keep], marks[keep], count_rows):
         part = count / min(distinct[earlier], distinct[later])
         if part >= SHARED and later not in found:
             own, other = (rows.ids_BW[row, : rows.lengths_B[row]] for row in (later, earlier))
@@ -89,14 +89,22 @@ def long_share(one: NDArray[np.int32], other: NDArray[np.int32]) -> float:
     return common / min(len(grams[0]), len(grams[1]))
 
 
-def _pairs(rows: NDArray[np.intp], marks: NDArray[np.uint64]) -> Iterator[tuple[int, int]]:
-    """For every mark, its first row with each later one, and each later one with the next."""
-    starts = np.flatnonzero(np.concatenate([[True], marks[1:] != marks[:-1]])) if len(marks) else np.zeros(0, np.intp)
-    sizes = np.diff(starts, append=len(marks))
-    for start, size in zip(starts[sizes > 1].tolist(), sizes[sizes > 1].tolist(), strict=True):
-        own = rows[start : start + min(size, _CROWD)].tolist()
-        yield from ((own[0], later) for later in own[1:])
-        yield from itertools.pairwise(own[1:])
+def _shared(row_of: NDArray[np.intp], marks: NDArray[np.uint64], count_rows: int) -> Iterator[tuple[int, int, int]]:
+    """(earlier row, later row, marks in common), for the pairs of a mark's first row with each later one, and of
+    each later one with the next: a chain of copies is found whole, and a licence header costs no square."""
+    if len(marks) < 2:
+        return
+    new = np.ones(len(marks), np.bool_)
+    new[1:] = marks[1:] != marks[:-1]
+    starts = np.flatnonzero(new)
+    again = np.flatnonzero(~new)
+    first = row_of[starts[np.searchsorted(starts, again, "right") - 1]]
+    third = again[~new[again - 1]]
+    keys = np.concatenate([first * count_rows + row_of[again], row_of[third - 1] * count_rows + row_of[third]])
+    pairs, counts = np.unique(keys, return_counts=True)
+    enough = counts >= SHARED * FEWEST
+    for pair, count in zip(pairs[enough].tolist(), counts[enough].tolist(), strict=True):
+        yield pair // count_rows, pair % count_rows, count
 
 
 def exact_copies(rows: Content, shortest: int) -> dict[int, int]:

@@ -98,19 +98,22 @@ def repeats(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
 def poorest_window(ids_BW: NDArray[np.int32], lengths_B: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
     """Distinct ids in every 64-token window on a grid, (B, windows), and the grid's stride.
 
-    The stride is 8 for rows under 1024 tokens and 32 beyond: a poor stretch of 71 (95) tokens always holds a
+    The stride is 8 for rows under 1024 tokens and 64 beyond: a poor stretch of 71 (127) tokens always holds a
     whole window. The last window of each row ends at its last token. Windows that reach past the content hold
     fillers and so never look poor; rows under 64 tokens have no window, (B, 0).
     """
     B, W = ids_BW.shape
-    stride = 8 if W < 1024 else 32
+    stride = 8 if W < 1024 else WINDOW
     if W < WINDOW:
         return np.zeros((B, 0), np.int64), stride
     grid = np.lib.stride_tricks.sliding_window_view(ids_BW, WINDOW, axis=1)[:, ::stride]
+    windows = np.empty((B, grid.shape[1] + 1, WINDOW), np.int32)
+    windows[:, :-1] = grid
     last = np.maximum(lengths_B - WINDOW, 0)[:, None] + np.arange(WINDOW)
-    windows = np.concatenate([grid, np.take_along_axis(ids_BW, last, axis=1)[:, None]], axis=1)
+    windows[:, -1] = np.take_along_axis(ids_BW, last, axis=1)
     windows.sort(axis=2)
-    return 1 + np.add.reduce(windows[:, :, 1:] != windows[:, :, :-1], axis=2, dtype=np.int64), stride
+    changes = np.add.reduce(windows[:, :, 1:] != windows[:, :, :-1], axis=2, dtype=np.uint8)
+    return 1 + changes.astype(np.int64), stride
 
 
 def reference_scores(ids_BT: Ints) -> Floats:

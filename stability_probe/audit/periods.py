@@ -76,8 +76,11 @@ def find_runs(
     found: list[NDArray[np.intp]] = []
     for base in range(0, grams, _BLOCK):
         here, there = _grid(min(_BLOCK, grams - base), base == 0)
+        if not len(here):
+            continue
         here, there = (here + base, there + base) if base else (here, there)
-        rows, which = np.nonzero(short.take(here, axis=1) == short.take(there, axis=1))
+        equal = short.take(here, axis=1) == short.take(there, axis=1)
+        rows, which = np.divmod(np.flatnonzero(equal), len(here))
         if len(rows):
             position, period = here[which], here[which] - there[which]
             found.append(np.stack([rows, period, position])[:, _confirmed(short, rows, position, period)])
