@@ -90,6 +90,17 @@ def test_a_link_stays_a_link(tmp_path):
     assert (tmp_path / "link.md").is_symlink() and (tmp_path / "real.md").is_file()
 
 
+def test_a_device_stays_a_device_and_says_that_it_is_full(tmp_path):
+    pipe = tmp_path / "run.md"
+    pipe.symlink_to("/dev/full")
+    with pytest.raises(ProbeError) as refused:
+        write(repeated(), pipe)
+    assert refused.value.exit_code == 4
+    assert os.path.exists("/dev/full")
+    assert not os.path.isfile("/dev/full")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.md"]
+
+
 def test_new_reports_get_ordinary_permissions(tmp_path):
     before = os.umask(0o022)
     try:

@@ -108,6 +108,9 @@ def write_text(path: Path, text: str) -> None:
     target = path.resolve()  # a link stays a link: its target is replaced
     temporary = target.parent / f".probe-{secrets.token_hex(6)}.tmp"
     try:
+        if target.exists() and not target.is_file():  # a device or a pipe must not become a file
+            target.write_text(text, encoding="utf-8")
+            return
         with open(temporary, "x", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()

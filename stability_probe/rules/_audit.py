@@ -117,7 +117,7 @@ def content_suspect(
     worst = max(rows, key=lambda row: (row["audit_score"], row["grad_norm"] if is_number(row["grad_norm"]) else 0.0))
     spans = spans_of(rows, slug)
     inside = [span for span in spans if span[0] == int(worst["row"])]
-    place = f", positions {inside[0][1]}–{inside[0][2]}" if inside else ""
+    place = f", positions {inside[0][1]}–{inside[0][2] - 1}" if inside else ""
     detail = worst["reason"].partition(": ")[2].rstrip(".") if worst["reason"].startswith(slug) else ""
     more = f" and {plural(len(rows) - 1, 'more row')}" if len(rows) > 1 else ""
     return Suspect(

@@ -47,9 +47,18 @@ def log_facts(frames: Sequence[pd.DataFrame], step: int | None) -> LogFacts | No
         logged_grad_norm=_logged(log, at, "grad_norm"),
         logged_lr=_logged(log, at, "lr"),
         peak_lr=peak_lr,
-        warmup_end=None if peak_lr is None else int(log["step"][up_to[up_to == peak_lr].index[0]]),
+        warmup_end=_warmup_end(log, up_to, peak_lr),
         nonfinite_steps=tuple(sorted({int(s) for s in log["step"][log["nonfinite"]]})),
     )
+
+
+def _warmup_end(log: pd.DataFrame, rates: pd.Series, peak_lr: float | None) -> int | None:
+    """The step that reached the largest LR first; None where the log begins after it (a window, a resumed run)."""
+    if peak_lr is None:
+        return None
+    step = int(log["step"][rates[rates == peak_lr].index[0]])
+    begins = int(log["step"][rates.dropna().index[0]])
+    return None if step == begins and begins > 1 else step
 
 
 def joined(frames: Sequence[pd.DataFrame]) -> pd.DataFrame:
