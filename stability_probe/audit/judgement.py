@@ -72,7 +72,7 @@ def _short_note(rows: Content, row: int, runs: list[Run], n: int, vocabulary: in
 def _run_words(rows: Content, row: int, run: Run) -> str:
     start, end = rows.place(row, run.start, run.end)
     what = "one token" if run.period == 1 else f"an n-gram of {run.period} tokens"
-    return f"positions {start}–{end} repeat {what} {run.repeats:.0f} times"
+    return f"positions {start}–{end - 1} repeat {what} {run.repeats:.0f} times"
 
 
 def _run_spans(rows: Content, row: int, runs: list[Run]) -> tuple[Span, ...]:
