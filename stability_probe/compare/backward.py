@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from stability_probe.compare.calls import Call, CallWatcher, float_tensors
+from stability_probe.compare.calls import Call, CallWatcher, float_tensors, without_modes
 from stability_probe.compare.reference import Fingerprint
 from stability_probe.precisions.base import fp32_inside
 from stability_probe.precisions.casting import PureFloat32
@@ -51,6 +51,7 @@ class BlockGradients:
             yield
 
     def _take(self, name: str) -> Callable[[Tensor], None]:
+        @without_modes
         def hook(grad: Tensor) -> None:
             if self.watching:
                 _add(self.low, name, grad)
@@ -69,6 +70,7 @@ class BlockGradients:
         source = inputs[0]
         name, module, args, kwargs = call.name, call.module, call.args, call.kwargs
 
+        @without_modes
         def at_output(grad: Tensor) -> None:
             watcher.paused = True
             try:

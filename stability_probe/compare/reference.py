@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stability_probe.compare.calls import Call, CallWatcher, absolute_maximum, float_tensors
+from stability_probe.compare.calls import Call, CallWatcher, absolute_maximum, float_tensors, without_modes
 from stability_probe.precisions.casting import PureFloat32
 from stability_probe.precisions.formats import FP32, Format, range_shares
 from stability_probe.replay import Subject
@@ -105,6 +105,7 @@ class ReferencePass:
         gradients: fingerprints of the gradients of the blocks' outputs, by block.
         activation_range: by (precision, module); gradient_range: by precision.
         order: modules in the order of their first return.
+        handed_on: modules that return another's output as it is, with that other one.
     """
 
     subject: Subject
@@ -113,34 +114,47 @@ class ReferencePass:
     gradients: dict[str, Fingerprint] = field(default_factory=dict)
     activation_range: dict[tuple[str, str], Range] = field(default_factory=dict)
     gradient_range: dict[str, Range] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
+    order: dict[str, None] = field(default_factory=dict)
+    handed_on: dict[str, str] = field(default_factory=dict)
 
     @contextmanager
     def on(self) -> Iterator[None]:
         self.watcher = CallWatcher(self._left)
-        self.mode = PureFloat32()
         with ExitStack() as stack:
-            stack.enter_context(self.mode)
+            stack.enter_context(PureFloat32())
             stack.enter_context(self.watcher.on(self.subject.module))
             yield
 
     @torch.no_grad()
+    @without_modes
     def _left(self, call: Call) -> None:
-        for index, values in enumerate(float_tensors(call.output)):
-            if (call.name, index) not in self.outputs and index == 0:
-                self.order.append(call.name)
-            add_output(self.outputs, self.watcher, call, index, values)
-            if index:
-                continue
+        outputs = float_tensors(call.output)
+        if not outputs:
+            return
+        self.order[call.name] = None
+        source = call.handed_on()
+        if source is not None:
+            self.handed_on[call.name] = source
+        for index, values in enumerate(outputs):
+            if index or source is None:
+                add_output(self.outputs, self.watcher, call, index, values)
+        if source is None:
             for precision, (fmt, _, scaled) in self.formats.items():
-                self.activation_range.setdefault((precision, call.name), Range()).add(values, fmt, scaled)
-            if values.requires_grad and (call.name in self.subject.anatomy.blocks or call.depth == 0):
-                self._hook_gradient(call, values)
+                self.activation_range.setdefault((precision, call.name), Range()).add(outputs[0], fmt, scaled)
+        if outputs[0].requires_grad and (call.name in self.subject.anatomy.blocks or call.depth == 0):
+            self._hook_gradient(call, outputs[0])
+
+    def source(self, name: str) -> str:
+        """The module whose output `name` returns: mostly itself."""
+        while name in self.handed_on:
+            name = self.handed_on[name]
+        return name
 
     def _hook_gradient(self, call: Call, values: Tensor) -> None:
         seed = self.watcher.seed(call, 0, 0)
         is_block = call.name in self.subject.anatomy.blocks
 
+        @without_modes
         def hook(grad: Tensor) -> None:
             with torch.no_grad():
                 if is_block:
@@ -159,6 +173,7 @@ class ReferencePass:
 def add_output(into: dict[Key, Fingerprint], watcher: CallWatcher, call: Call, index: int, values: Tensor) -> None:
     """Add one output tensor to its module's fingerprint, row by row, so that grouping rows changes nothing."""
     fingerprint = into.setdefault((call.name, index), Fingerprint())
-    rows = values.detach() if values.shape[0] == watcher.rows and values.dim() > 1 else values.detach().unsqueeze(0)
+    values = values.detach().float()  # once: the sketch and the norm would each convert it
+    rows = values if values.shape[0] == watcher.rows and values.dim() > 1 else values.unsqueeze(0)
     for row, part in enumerate(rows):
         fingerprint.add(sketch(part, watcher.seed(call, index, row)), part)

@@ -8,6 +8,7 @@ amplifies what they round. Nothing of it is kept beyond the enclosing call.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from stability_probe.compare.backward import BlockGradients
-from stability_probe.compare.calls import Call, CallWatcher, absolute_maximum, float_tensors
+from stability_probe.compare.calls import Call, CallWatcher, absolute_maximum, float_tensors, without_modes
 from stability_probe.compare.reference import Fingerprint, Key, add_output
 from stability_probe.precisions.base import fp32_inside
 from stability_probe.precisions.casting import PureFloat32, cast_floats, replaced_forward
@@ -95,6 +96,8 @@ class LowStatistics:
 
     def worst_own(self) -> tuple[str, ErrorSums]:
         """Where the module's own code errs most: "output", or the inner module whose input it made."""
+        if not self.own:  # it hands on what inner modules made, and makes nothing
+            return "output", ErrorSums(count=1)
         known = [item for item in self.own.items() if item[1].count]
         return max(known, key=lambda item: item[1].relative, default=("output", ErrorSums()))
 
@@ -125,20 +128,24 @@ class RoundingTap:
         with self.watcher.on(self.subject.module), self.backward.on(self.subject.module):
             yield
 
+    @without_modes
     def _left(self, call: Call) -> None:
         outputs = float_tensors(call.output)
         if not outputs:
             return
         statistics = self.modules.setdefault(call.name, LowStatistics())
+        handed_on = call.handed_on() is not None
         for index, values in enumerate(outputs):
-            add_output(self.outputs, self.watcher, call, index, values)
-        self._measure(statistics, call, outputs[0])
+            if index or not handed_on:
+                add_output(self.outputs, self.watcher, call, index, values)
+        if not handed_on:
+            self._measure(statistics, call, outputs[0])
         if call.name in self.subject.anatomy.blocks and outputs[0].requires_grad:
             self._hook_gradient(call, outputs[0])
         self.backward.follow(call, self.watcher)
         if call.name not in self.failed:
             try:
-                self._compute_again(call, statistics, outputs)
+                self._compute_again(call, statistics, outputs[0], handed_on)
             except Exception as error:  # noqa: BLE001  somebody's own module: the comparison goes on without it
                 self.failed[call.name] = (
                     f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
@@ -162,6 +169,7 @@ class RoundingTap:
     def _hook_gradient(self, call: Call, values: Tensor) -> None:
         seed = self.watcher.seed(call, 0, 0)
 
+        @without_modes
         def hook(grad: Tensor) -> None:
             with torch.no_grad():
                 self.gradients.setdefault(call.name, Fingerprint()).add(sketch(grad, seed), grad)
@@ -169,22 +177,26 @@ class RoundingTap:
         values.register_hook(hook)
 
     @torch.no_grad()
-    def _compute_again(self, call: Call, statistics: LowStatistics, outputs: list[Tensor]) -> None:
+    def _compute_again(self, call: Call, statistics: LowStatistics, output: Tensor, handed_on: bool) -> None:
+        made = call
         self.watcher.paused = True
         try:
             with ExitStack() as stack:
                 stack.enter_context(fp32_inside(call.module))
-                stack.enter_context(PureFloat32())
+                if not _is_torchs_own(call):
+                    stack.enter_context(PureFloat32())
+                output, call = _fewer_positions(output, call)
                 own = float_tensors(_again(call, self._frozen(call, statistics)))
                 whole = float_tensors(_again(call, _remembered)) if call.depth == 1 and self.watcher.stack else []
         finally:
             self.watcher.paused = False
-        _add(statistics.own.setdefault("output", ErrorSums()), outputs[0], own)
+        if not handed_on:
+            _add(statistics.own.setdefault("output", ErrorSums()), output, own)
         if whole:
             statistics.whole = statistics.whole or ErrorSums()
-            _add(statistics.whole, outputs[0], whole)
-        if call.depth == 0 and len(self.watcher.stack) > 1:
-            call.reference = own
+            _add(statistics.whole, output, whole)
+        if call.depth == 0 and len(self.watcher.stack) > 1 and own and own[0].shape == output.shape:
+            made.reference = own
 
     def _frozen(self, call: Call, statistics: LowStatistics) -> Replacement:
         """Inner modules return what they returned; what they are now called with is compared with what it was."""
@@ -209,6 +221,25 @@ class RoundingTap:
 
 
 Replacement = Callable[[list[Call], Callable[..., Any]], Callable[..., Any]]
+
+
+# Elements of an output from which on a linear layer is looked at in every fourth position: heads, not hidden layers.
+LARGE_OUTPUT = 2**22
+POSITION_STRIDE = 4
+
+
+def _is_torchs_own(call: Call) -> bool:
+    """torch's own simple modules cast nothing by themselves: there is nothing to undo in them."""
+    return call.depth == 0 and type(call.module).__module__.startswith("torch.nn.")
+
+
+def _fewer_positions(output: Tensor, call: Call) -> tuple[Tensor, Call]:
+    """A head's call on every fourth position; a linear layer treats positions alike."""
+    is_plain = type(call.module) is nn.Linear and len(call.args) == 1 and not call.kwargs and output.dim() == 3
+    if not is_plain or output.numel() < LARGE_OUTPUT:
+        return output, call
+    fewer = (call.args[0][:, ::POSITION_STRIDE],)
+    return output[:, ::POSITION_STRIDE], dataclasses.replace(call, args=fewer)
 
 
 def _tensors(values: Any) -> list[Tensor]:

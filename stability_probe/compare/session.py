@@ -108,7 +108,7 @@ def _result(
         global_grad_norm=low.global_grad_norm,
         grad_relative_error=error,
         grad_cosine=cosine,
-        nonfinite=sum(m.nonfinite for m in modules),
+        nonfinite=sum(int(seen.nonfinite) for seen in low.tap.modules.values()),
         first_nonfinite=_or_model(low.tap.first_nonfinite),
         seconds=low.seconds,
         modules=modules,

@@ -30,23 +30,20 @@ ALONE = 2.0
 
 def module_errors(anatomy: Anatomy, reference: ReferenceRun, low: LowRun) -> list[ModuleError]:
     """Every module in the order of the forward, not yet judged."""
-    return [
-        _module_error(anatomy, reference, low, name)
-        for name in reference.tap.order
-        if name in low.tap.modules and (name, 0) in reference.tap.outputs
-    ]
+    return [_module_error(anatomy, reference, low, name) for name in reference.tap.order if name in low.tap.modules]
 
 
 def _module_error(anatomy: Anatomy, reference: ReferenceRun, low: LowRun, name: str) -> ModuleError:
     seen: LowStatistics = low.tap.modules[name]
-    key = (name, 0)
-    mine, fp32 = low.tap.outputs.get(key), reference.tap.outputs[key]
+    source = reference.tap.source(name)
+    shown = low.tap.modules.get(source, seen)
+    mine, fp32 = low.tap.outputs.get((source, 0)), reference.tap.outputs.get((source, 0))
     site, own = seen.worst_own()
     amplified = seen.whole.relative if seen.whole else math.nan
     failed = name in low.tap.failed
     outward, outward_z = own.bias("outward")
-    fits = reference.tap.activation_range.get((low.precision.name, name), Range())
-    nonfinite = int(seen.nonfinite)
+    fits = reference.tap.activation_range.get((low.precision.name, source), Range())
+    nonfinite = int(shown.nonfinite)
     return ModuleError(
         module=name or "(model)",
         role=anatomy.role_of(name) if name else "other",
@@ -57,7 +54,7 @@ def _module_error(anatomy: Anatomy, reference: ReferenceRun, low: LowRun, name: 
         own_site=site,
         amplified_error=amplified,
         cosine=math.nan if nonfinite else cosine(mine, fp32),
-        absmax=float(seen.absmax),
+        absmax=float(shown.absmax),
         nonfinite=nonfinite,
         outside_range=fits.share("overflow") + fits.share("underflow"),
         bias=outward,

@@ -13,6 +13,8 @@ from stability_probe.precisions.rounding import round_to_bf16_stochastic
 
 # Adam's usual learning rates for pretraining; with cold statistics each element moves by about the rate itself.
 RATES = (1e-3, 1e-4, 1e-5)
+# Elements looked at in each tensor: a share over 10⁵ of them is known to 0.3 percentage points.
+SAMPLE = 100_000
 
 
 @torch.no_grad()
@@ -49,7 +51,8 @@ def _report(model: nn.Module, source: str, state: OptimizerState | None, lr: flo
             continue
         device = parameter.device
         generator = generators.setdefault(device, Generator(device).manual_seed(0))
-        found = survival(parameter, update, generator)
+        stride = max(1, parameter.numel() // SAMPLE) | 1  # odd: columns of a power-of-two width are all visited
+        found = survival(_every(parameter, stride), _every(update, stride), generator)
         moving, lost = moving + found[0], lost + found[1]
         size, nearest, drawn = size + found[2], nearest + found[3], drawn + found[4]
     if not moving:
@@ -57,13 +60,18 @@ def _report(model: nn.Module, source: str, state: OptimizerState | None, lr: flo
     return UpdateReport(source, lost / moving, nearest / size, drawn / size)
 
 
+def _every(values: Tensor, stride: int) -> Tensor:
+    """Every stride-th element in row-major order, gathered without a copy of the rest."""
+    if values.dim() == 0 or stride == 1:
+        return values.detach().reshape(-1)
+    index = torch.arange(0, values.numel(), stride, device=values.device)
+    return values.detach()[torch.unravel_index(index, values.shape)]
+
+
 @torch.no_grad()
 def _update(parameter: Tensor, name: str, state: OptimizerState | None, lr: float | None) -> Tensor | None:
     if state is None:
-        # The sign does not matter to whether an update survives but at a power of two: half of each.
-        signs = torch.ones(parameter.numel(), device=parameter.device)
-        signs[::2] = -1
-        return (signs * (lr or 0.0)).view(parameter.shape)
+        return torch.tensor(lr or 0.0, device=parameter.device).expand(parameter.shape)
     if name not in state.exp_avg or name not in state.exp_avg_sq:
         return None
     group = state.groups[state.group_of[name]]

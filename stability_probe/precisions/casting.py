@@ -18,6 +18,7 @@ _NARROW = (getattr(torch, name) for name in dir(torch) if name.startswith(("floa
 LOW = frozenset((torch.bfloat16, torch.float16, *_NARROW))
 aten = torch.ops.aten
 PRODUCTS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default))
+_CPU_ATTENTION_BACKWARD = getattr(aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
 
 
 def is_low(value: Any) -> bool:
@@ -29,17 +30,10 @@ class PureFloat32(TorchDispatchMode):
 
     A norm, a rotary table or a softmax that is written in half precision is then computed in fp32, which is
     what makes it visible: the plain fp32 run has the same rounding and would agree with it.
-
-    Attributes:
-        paused: while True, casts do what they say.
     """
-
-    paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
-            return func(*args, **kwargs)
         if any(value in LOW for value in args if isinstance(value, torch.dtype)):
             args = tuple(torch.float32 if isinstance(v, torch.dtype) and v in LOW else v for v in args)
         if kwargs.get("dtype") in LOW:
@@ -58,6 +52,9 @@ class AccumulateInFloat32(TorchDispatchMode):
         if func in PRODUCTS and is_low(args[0]):
             dtype = args[0].dtype
             return func(*(a.float() if is_low(a) else a for a in args), **(kwargs or {})).to(dtype)
+        if func.overloadpacket is _CPU_ATTENTION_BACKWARD and is_low(args[0]):
+            dtype = args[0].dtype
+            return tuple(g.to(dtype) for g in func(*(a.float() if is_low(a) else a for a in args), **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 
