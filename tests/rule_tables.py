@@ -7,7 +7,15 @@ from typing import Any
 import pandas as pd
 
 from stability_probe.checkpoints.base import KeyReport
-from stability_probe.measure import LogFacts, Measurements, PrecisionGap, StepEffect
+from stability_probe.measure import (
+    BlindQueries,
+    LogFacts,
+    Measurements,
+    PositionFacts,
+    PrecisionGap,
+    StepEffect,
+    StepProgress,
+)
 from stability_probe.rules import _cases
 
 NAN = float("nan")
@@ -21,6 +29,7 @@ STEP_EFFECT = {
     "measured_on": "baseline batch", "damage": -0.01, "damage_by_lr": {0.5: -0.006, 0.25: -0.003},
     "damage_refreshed": None, "lr": 3e-4, "grad_clip": 1.0, "clip_factor": 1.0,
 }  # fmt: skip
+STEP_PROGRESS = {"expected": 0.02, "lost": 0.0, "lost_to_rounding": 0.0, "lost_to_epsilon": 0.0}
 BF16 = {"loss": 3.41, "token_gap": 0.01, "global_grad_norm": 1.01, "nonfinite": 0, "rounding_gap": 0.004,
         "recentred_gap": 0.003, "grad_relative_error": 0.02}  # fmt: skip
 
@@ -46,6 +55,12 @@ def measurements_from(tables: dict[str, Any]) -> Measurements:
         tables["log"] = LogFacts(**tables["log"])
     if "step_effect" in tables:
         tables["step_effect"] = StepEffect(**{**STEP_EFFECT, **tables["step_effect"]})
+    if "step_progress" in tables:
+        tables["step_progress"] = StepProgress(**{**STEP_PROGRESS, **tables["step_progress"]})
+    if "positions" in tables:
+        tables["positions"] = PositionFacts(**tables["positions"])
+    if "blind" in tables:
+        tables["blind"] = BlindQueries(**tables["blind"])
     gaps = tables.pop("precisions", {"bf16": {}})
     healthy = {
         "vocab_size": _cases.VOCAB,

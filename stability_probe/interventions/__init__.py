@@ -22,4 +22,17 @@ change_precision (precision: str, modules: list[str]): replay in another precisi
     in fp32.
 simulated_step (refresh: list[str], lr_factor: float): the AdamW step with v̂ := max(v̂, g²) in those
     parameters, or at another LR.
+simulated_progress (in_fp32: bool, tiny_eps: bool): the gain that the AdamW step still loses with its weights in
+    fp32, or with ε far below √v̂.
+rescale_logits (factor: float): all attention logits × factor, in any model that calls softmax or SDPA.
+cap_logits (cap: float, where: "output" or "attention", remove: bool): those logits soft-capped, or the cap undone.
+unmask_queries (rows: list[int]): a query that sees no key sees itself; in these rows all tokens count as real.
+set_positions (): positions 0 … T−1 from the first real token on.
+change_rotary (theta: float, layout: "halves" or "pairs"): another rotary base, or the query and key weights in
+    the other order of pairs.
+rescale_tensors (factors: {parameter: factor}): each of those tensors × its factor.
+constrain_mixing (parameters: list[str], how: "sinkhorn" or "norm"): those mixing matrices made doubly stochastic,
+    or divided by their spectral norm.
+recentre_router (modules: list[str], limit: float): those routers without what all tokens share, or with their
+    logits held within the limit.
 """

@@ -213,7 +213,7 @@ class AttentionTap(TorchFunctionMode):
 
     def _measure(self, func: Any, args: Any, kwargs: Any) -> HeadStatistics | None:
         if func is F.scaled_dot_product_attention:
-            query, key, _, mask, _, causal = _sdpa_arguments(*args, **kwargs)
+            query, key, _, mask, _, causal = sdpa_arguments(*args, **kwargs)
             if query.dim() == 4:
                 return statistics_from_qk(
                     query,
@@ -237,7 +237,7 @@ class AttentionTap(TorchFunctionMode):
 SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 
 
-def _sdpa_arguments(
+def sdpa_arguments(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -1,0 +1,17 @@
+"""Multiply many tensors, each by a factor of its own: to a recipe's width, or by a depth scaling."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from stability_probe.interventions.bench import Bench, Reading, swapped
+
+OF_THE_DATA = False
+
+
+def trial(bench: Bench, factors: Mapping[str, float]) -> Reading:
+    """Replay with each named parameter × its factor."""
+    module = bench.subject.module
+    new = {name: module.get_parameter(name).detach() * factor for name, factor in factors.items()}
+    return bench.read(functools.partial(swapped, module, new))
