@@ -15,11 +15,11 @@ help:
 	@echo "make demo         install the package and diagnose a planted incident"
 	@echo "make test         every test that needs no downloaded model"
 	@echo "make lint         ruff, mypy, import contracts"
-	@echo "make acceptance   tests on SmolLM2-135M (downloads 141 MB once; minutes)"
+	@echo "make acceptance   tests on SmolLM2-135M (downloads its weights once; minutes)"
 	@echo "make bench        speed and memory side by side with the bare run"
 
 demo: $(VENV)/.demo
-	OMP_NUM_THREADS=2 $(BIN)/probe demo
+	$(BIN)/probe demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not real_model"

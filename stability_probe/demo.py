@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,8 @@ def run_demo(name: str, out: Iterable[Path] = (), format: str = "terminal", quie
     from stability_probe.reports import deliver
 
     out = list(out)
-    with tempfile.TemporaryDirectory(prefix="probe-demo-") as scratch, open_progress(quiet) as progress:
+    temporary = tempfile.TemporaryDirectory(prefix="probe-demo-")
+    with temporary as scratch, _one_thread(), open_progress(quiet) as progress:
         folder = Path(scratch) / name
         with progress.stage("Making the incident"):
             planted = make_incident(name, folder)
@@ -53,6 +55,19 @@ def run_demo(name: str, out: Iterable[Path] = (), format: str = "terminal", quie
     elif not quiet:
         sys.stderr.write(f"planted: {planted}\n")
     return report
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """A model this small only makes threads wait for each other: on two busy cores they cost four times the CPU."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _layout(format: str) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def loss_and_gradients(model: Decoder, ids_BT: Tensor, labels_BT: Tensor) -> tup
 
 
 def repeated_tokens(run: Run) -> str:
-    start, token = 12, int(run.ids_BT[ROW, 12])
+    start, token = 12, 461  # "ry": the end of many words, and never followed by itself
     run.ids_BT[ROW, start:] = token
     run.labels_BT = run.ids_BT.clone()
     end = run.ids_BT.shape[1]
@@ -186,6 +186,7 @@ def save(run: Run, folder: Path) -> None:
         "labels": "unshifted",
         "grad_clip": run.settings["grad_clip"],
         "precision": "fp32",
+        "source": {"shard": "pydoc_data.topics and the standard library", "batch": run.step},
     }
     (folder / "incident.json").write_text(json.dumps(incident, indent=1))
 
