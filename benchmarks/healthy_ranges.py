@@ -1,7 +1,7 @@
 """What a healthy model looks like to the rules: the measured ranges that their thresholds cite.
 
     python benchmarks/healthy_ranges.py              # SmolLM2-135M on five kinds of text, a few minutes on two cores
-    python benchmarks/healthy_ranges.py --optimizer  # also a few AdamW steps, and the sixth one simulated (3 GB)
+    python benchmarks/healthy_ranges.py --optimizer docs  # also the simulated step of four little trained models
 
 Every kind is judged alone and against the documentation as baseline; a rule that fires here is a false alarm.
 """
@@ -17,13 +17,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from fixtures import tiny_text
+from fixtures import tiny, tiny_text
 from fixtures.smollm2 import smollm2_folder
 from stability_probe.incident import Request, load_incident
 from stability_probe.judge import judge, load_rules
@@ -106,63 +105,38 @@ def weight_ranges(m: Measurements) -> Iterator[tuple[str, str]]:
 
 
 def embedding_range() -> str:
-    incident = load_incident_for_weights()
-    norms = incident.get_input_embeddings().weight.detach().norm(dim=1)
-    return spread((norms / norms.median()).tolist())
-
-
-def load_incident_for_weights() -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(smollm2_folder())
+    table = AutoModelForCausalLM.from_pretrained(smollm2_folder()).get_input_embeddings()
+    norms = table.weight.detach().norm(dim=1)
+    return spread((norms / norms.median()).tolist())
 
 
 def fired(m: Measurements) -> list[str]:
     return [f"{suspect.cause}: {suspect.summary}" for suspect in judge(load_rules(), m)[0]]
 
 
-def optimizer_ranges(paths: dict[str, Path], steps: int = 6, lr: float = 2e-5) -> Iterator[tuple[str, str]]:
-    """g²/v̂ per tensor and the damage of one step, after a few AdamW steps on documentation and source."""
-    from stability_probe.checkpoints.base import OptimizerGroup, OptimizerState
-    from stability_probe.optimizer_step import StepSetting, clip_factor, stepped, tensor_steps
-
-    model = load_incident_for_weights()
-    adamw = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
-    rows = torch.cat([torch.load(paths[kind])["input_ids"] for kind in ("docs", "python")])
-    rng = torch.Generator().manual_seed(0)
-
-    def gradients() -> float:
-        picked = rows[torch.randperm(len(rows), generator=rng)[:4]]
-        model(picked, labels=picked).loss.backward()
-        return float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
-
-    for _ in range(steps):
-        norm = gradients()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        adamw.step()
-        adamw.zero_grad()
-    norm = gradients()
-    names = {name: adamw.state[parameter] for name, parameter in model.named_parameters()}
-    state = OptimizerState(
-        kind="adamw",
-        exp_avg={name: s["exp_avg"] for name, s in names.items()},
-        exp_avg_sq={name: s["exp_avg_sq"] for name, s in names.items()},
-        step={name: int(s["step"]) for name, s in names.items()},
-        groups=(OptimizerGroup(lr, (0.9, 0.95), 1e-8, 0.1),),
-        group_of=dict.fromkeys(names, 0),
-        naming="by name",
-    )
-    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    setting = StepSetting(lr=lr, clip_factor=clip_factor(norm, 1.0))
-    found = tensor_steps(model, grads, state, setting)
-    yield "sum g2 / sum v over tensors", spread([step.g2_over_v for step in found.values()])
-    yield "update rms / weight rms", spread([step.update_ratio for step in found.values()])
-    held_out = torch.load(paths["chat"])["input_ids"]
-    with torch.no_grad():
-        before = model(held_out, labels=held_out).loss.item()
-        with stepped(model, grads, state, setting):
-            after = model(held_out, labels=held_out).loss.item()
-    yield "damage of the step to another kind of text, nats", f"{after - before:+.4f}"
+def optimizer_ranges(folder: Path) -> Iterator[tuple[str, str]]:
+    """g²/v̂ per tensor and the damage of one step, with the stored moments of little models that were really trained."""
+    text = tiny_text.stream("held_out")
+    paths = {"batch": text[:512].reshape(4, 128), "baseline": text[2048:3072].reshape(8, 128)}
+    for name, ids in paths.items():
+        torch.save({"input_ids": ids.long()}, folder / f"tiny-{name}.pt")
+    for name in ("llama", "qwen3", "gpt2", "gemma2"):
+        made = tiny.tiny(name)
+        request = Request(
+            ckpt=made.ckpt,
+            batch=folder / "tiny-batch.pt",
+            baselines=(folder / "tiny-baseline.pt",),
+            optimizer=made.folder / tiny.OPTIMIZER_FILE,
+            lr=made.lr,
+            grad_clip=tiny.GRAD_CLIP,
+        )
+        incident = load_incident(request)
+        m = examine(incident, Subject.of(incident.model.module, "cpu"))[0].measurements
+        yield f"{name}: sum g2 / sum v over tensors", spread(m.parameters["g2_over_v"].dropna().tolist())
+        damage = m.step_effect.damage if m.step_effect else float("nan")
+        yield f"{name}: loss of the baseline after one step, nats", f"{damage:+.4f}"
 
 
 def main() -> None:
@@ -191,8 +165,8 @@ def main() -> None:
                 print(f"rules that fire {name}: {found or 'none'}", flush=True)
         if given.optimizer:
             print("== optimizer")
-            for what, numbers in optimizer_ranges(paths):
-                print(f"{what:<48} {numbers}")
+            for what, numbers in optimizer_ranges(Path(scratch)):
+                print(f"{what:<48} {numbers}", flush=True)
     print(f"{alarms} alarms (data-shift against the baseline of another kind is no alarm)")
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 THRESHOLDS = {
     "damage": Threshold(
         0.05, "nats", "a step of a healthy run changes the loss of a healthy batch by less",
-        "python benchmarks/healthy_ranges.py (one AdamW step on healthy text)",
+        "python benchmarks/healthy_ranges.py --optimizer docs (at most 0.0014)",
     ),
     "quarter": Threshold(
         0.25, "of the damage at a quarter of the rate", "along a descent direction the damage is quadratic in the "
