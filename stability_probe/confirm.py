@@ -172,6 +172,8 @@ def reference_for(measure: Measure, trial: Trial, trials: list[Trial], before: R
     if measure in ("nonfinite", "lost_progress"):
         return 0.0
     after = trial.reading[measure] if trial.reading is not None else math.nan
+    if trial.plan.intervention == "swap_baseline":
+        return after  # it is the reference
     if measure == "loss" and trial.of_the_data:
         return healthy_rest(m, suspected_rows(trials)) if rest_is_ordinary(m, after) else usual_loss(m)
     if measure == "loss" and m.log is not None and _above(before["loss"], m.log.usual_loss):

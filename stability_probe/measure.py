@@ -91,8 +91,8 @@ class PositionFacts:
         breaks: (row, position) where the next id is not one more than the last, at most 200.
         at_documents: share of the breaks that go back to 0 where a document starts (after a separator): packing.
         rotary_theta: base of the rotary frequencies; None without rotary positions, or with scaled ones.
-        losses: (start, end, mean loss in nats, targets) by position, in halves of what is left: the last entry
-            is the later half of the row, the one before it the second quarter…
+        losses: (start, end, mean loss in nats, targets) by position: the first position alone, then buckets that
+            double in length up to the later half of the row.
     """
 
     stored: bool = False
@@ -188,6 +188,7 @@ class Measurements:
         final_norm_rms: rms of what enters the head, NaN where unknown.
         attention_softcap, output_softcap, qk_norm: from the model; None/False where absent.
         precisions: by name, without fp32.
+        checkpoint_step: the run's step that the checkpoint itself states.
         repeat_differs: True where the same replay twice was not bit-equal; None where it was not tried.
         repeat_gap: largest |difference| of a token's loss between the two, nats (infinite where one is not finite);
             repeat_loss_change: of the mean loss of the rows replayed twice (at most 8); repeat_rows: those that differ.
@@ -211,6 +212,7 @@ class Measurements:
     embedding_rows: pd.DataFrame
     tokens: pd.DataFrame
     run_precision: str = "bf16"
+    checkpoint_step: int | None = None
     loss_nonfinite: bool = False
     grad_nonfinite: bool = False
     valid_targets: int = 0

@@ -192,6 +192,7 @@ def measure(
         embedding_rows=tables.embedding_table(subject, batch, trace, incident.model.vocab_size),
         tokens=tables.token_table(batch, trace, low),
         run_precision=incident.run_precision,
+        checkpoint_step=incident.checkpoint.step,
         loss_nonfinite=trace.valid_targets > 0 and not math.isfinite(trace.loss),
         grad_nonfinite=not math.isfinite(norm),
         valid_targets=trace.valid_targets,

@@ -92,6 +92,13 @@ def test_without_any_reference_the_best_repair_is_the_reference():
     assert judge_trials(idle, trials, {"loss": 8.1}, bench).explained == pytest.approx(0.2 / 5.5)
 
 
+def test_swapping_in_the_baseline_is_held_against_the_baseline():
+    who = suspect("tokenizer-mismatch")
+    swap = Trial(who, Plan("swap_baseline"), True, {"loss": 2.5})
+    bench = bench_of(loss=9.0, baseline_loss=2.5, baseline_row_losses=(2.4, 2.6))
+    assert judge_trials(who, [swap], {"loss": 9.0}, bench).explained == 1.0
+
+
 def test_the_logs_usual_loss_is_the_reference_of_a_state():
     who = suspect()
     bench = bench_of(loss=4.4, log={"usual_loss": 3.4, "step": 10})

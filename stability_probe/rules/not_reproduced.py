@@ -171,6 +171,14 @@ def _grad_norm(m: Measurements, log: LogFacts, t: dict[str, Threshold]) -> tuple
     return summary, evidence, strength
 
 
+def _age(m: Measurements, log: LogFacts) -> str:
+    """A checkpoint of several steps before does not hold what happened in between, and the reader must know."""
+    if m.checkpoint_step is None or log.step is None or log.step - m.checkpoint_step <= 1:
+        return ""
+    gap = log.step - m.checkpoint_step
+    return f" The checkpoint is {gap} steps older than the batch: replay one from right before the step."
+
+
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     log = m.log
     if log is None or (log.logged_loss is None and log.logged_grad_norm is None):
@@ -184,7 +192,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     return [
         Suspect(
             cause=RULE.slug,
-            summary=f"{said}.",
+            summary=f"{said}.{_age(m, log)}",
             location=Location(),
             evidence=tuple(evidence),
             strength=max(strength, 1.0),
@@ -201,6 +209,11 @@ RULE = Rule(
     thresholds=THRESHOLDS,
     examine=examine,
     cases=(
+        Case(
+            "an older checkpoint is said to be one",
+            {"log": {**_LOG, "logged_loss": 6.0, "logged_grad_norm": 1.1}, "checkpoint_step": 380},
+            True,
+        ),
         Case("the log has a NaN, the replay 3.4", {"log": {**_LOG, "logged_loss": _cases.NAN}}, True),
         Case("the log has 7.9, the replay 3.4", {"log": {**_LOG, "logged_loss": 7.9}}, True),
         Case("a NaN logged as 0.0", {"log": {**_LOG, "logged_loss": 0.0}}, True),
