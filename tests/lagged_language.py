@@ -92,20 +92,22 @@ def save_batch(path: Path, ids_BT: Tensor, **more: Tensor) -> Path:
     return path
 
 
-MIXTRAL = {
-    "model_type": "mixtral", "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 256,
+_SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 256,
     "num_local_experts": 4, "num_experts_per_tok": 1, "tie_word_embeddings": False, "bos_token_id": None,
-    "eos_token_id": None, "dtype": "float32",
+    "eos_token_id": None, "pad_token_id": None, "dtype": "float32",
 }  # fmt: skip
+MIXTRAL = {"model_type": "mixtral", **_SMALL}
+GPT_OSS = {"model_type": "gpt_oss", **_SMALL, "layer_types": ["full_attention"] * 2, "rope_scaling": None}
 
 
-def mixtral() -> Any:
-    """An untrained Mixtral of four experts per layer, one of which is chosen."""
+def experts(config: dict[str, Any] = GPT_OSS) -> Any:
+    """An untrained model of four experts per layer, one of which is chosen."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTRAL))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager")
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             nn.init.normal_(parameter, std=0.1)
@@ -116,8 +118,8 @@ def cached(name: str, model: nn.Module, steps: int) -> tuple[nn.Module, dict[str
     """The trained model, its optimizer's state and its log; trained once per machine and version of what makes it."""
     from filelock import FileLock
 
-    code = "".join(inspect.getsource(made) for made in (sequences, trained, decoder, mixtral))
-    key = hashlib.sha256(f"{code}{CONFIG}{MIXTRAL}{LAG}{LENGTH}{SURE}{LR}{steps}".encode()).hexdigest()[:12]
+    code = "".join(inspect.getsource(made) for made in (sequences, trained, decoder, experts))
+    key = hashlib.sha256(f"{code}{CONFIG}{GPT_OSS}{LAG}{LENGTH}{SURE}{LR}{steps}".encode()).hexdigest()[:12]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stability_probe" / "lagged"
     root.mkdir(parents=True, exist_ok=True)
     path = root / f"{name}-{key}.pt"

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from stability_probe.interventions.bench import Bench, Reading
 
@@ -29,41 +30,53 @@ def trial(bench: Bench, modules: list[str], limit: float | None = None) -> Readi
 
 @contextmanager
 def recentred(router: nn.Module, limit: float | None = None) -> Iterator[None]:
-    """Within this context the router's weight is replaced during each of its forwards.
+    """Within this context the logits of the router are changed in each of its forwards.
 
-    W − (W x̄ − mean) x̄ᵀ / ‖x̄‖² has the same logits up to what all tokens share: with x̄ the mean input of the call,
-    every expert's mean logit is the same. With a limit, W × min(1, limit / largest |logit|) instead.
+    Every expert's mean logit over the tokens of the call becomes the same; with a limit, all logits are multiplied
+    by min(1, limit / largest |logit|) instead.
     """
-    own = router.get_parameter("weight").data
+    mode = RouterChange(tuple(router.get_parameter("weight").shape), limit)
 
-    def enter(part: nn.Module, inputs: Any) -> None:
-        hidden = inputs[0].detach().reshape(-1, own.shape[1])
-        part.get_parameter("weight").data = centred(own, hidden) if limit is None else held(own, hidden, limit)
+    def enter(*_: Any) -> None:
+        mode.inside = True
 
-    def leave(part: nn.Module, *_: Any) -> None:
-        part.get_parameter("weight").data = own
+    def leave(*_: Any) -> None:
+        mode.inside = False
 
     handles = [
         router.register_forward_pre_hook(enter),
         router.register_forward_hook(leave, always_call=True),
     ]
     try:
-        yield
+        with mode:
+            yield
     finally:
         for handle in handles:
             handle.remove()
-        router.get_parameter("weight").data = own
 
 
-def centred(weight_ED: Tensor, hidden_ND: Tensor) -> Tensor:
-    """The weight without what it answers to the mean input."""
-    mean_D = hidden_ND.float().mean(0)
-    answer_E = weight_ED.float() @ mean_D
-    excess_E = answer_E - answer_E.mean()
-    size = mean_D.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
-    return (weight_ED.float() - torch.outer(excess_E, mean_D) / size).to(weight_ED.dtype)
+class RouterChange(TorchFunctionMode):
+    """Changes what `F.linear` returns for a weight of the router's shape, while `inside` the router.
+
+    The call is known by the shape: some routers cast their weight first, which makes another tensor of it.
+    """
+
+    def __init__(self, shape: tuple[int, ...], limit: float | None) -> None:
+        super().__init__()
+        self.shape, self.limit, self.inside = shape, limit, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.inside and func is F.linear and len(args) > 1 and tuple(args[1].shape) == self.shape:
+            return centred(result) if self.limit is None else held(result, self.limit)
+        return result
 
 
-def held(weight_ED: Tensor, hidden_ND: Tensor, limit: float) -> Tensor:
-    largest = (hidden_ND.float() @ weight_ED.float().T).abs().max().clamp_min(1e-30)
-    return weight_ED * (limit / largest).clamp(max=1.0).to(weight_ED.dtype)
+def centred(logits: Tensor) -> Tensor:
+    """(…, experts) logits without what each expert has over the others on average."""
+    mean_E = logits.detach().flatten(0, -2).mean(0)
+    return logits - (mean_E - mean_E.mean())
+
+
+def held(logits: Tensor, limit: float) -> Tensor:
+    return logits * (limit / logits.detach().abs().max().clamp_min(1e-30)).clamp(max=1.0)
