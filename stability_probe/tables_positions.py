@@ -98,14 +98,14 @@ def theta_of(inv_freq: Tensor) -> float | None:
 
 
 def losses_by_position(trace: Trace) -> tuple[tuple[int, int, float, int], ...]:
-    """(start, end, mean loss, targets): the later half of the positions, the second quarter, the second eighth…"""
+    """(start, end, mean loss, targets): the first position alone, then buckets that double up to the later half."""
     end = trace.token_loss_BT.shape[1]
     edges = []
     while end > SMALLEST_BUCKET:
         edges.append((end // 2, end))
         end //= 2
     found: list[tuple[int, int, float, int]] = []
-    for start, stop in reversed([*edges, (0, end)]):
+    for start, stop in [(0, 1), *((max(start, 1), stop) for start, stop in reversed([*edges, (0, end)]))]:
         valid = trace.has_target_BT[:, start:stop]
         if bool(valid.any()):
             loss = trace.token_loss_BT[:, start:stop][valid].double().mean().item()
