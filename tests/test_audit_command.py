@@ -104,7 +104,7 @@ def report_of(text: str, file: str) -> dict[str, Any]:
     return report | {"rows_total": 1, "rows_flagged": 1, "tokens_total": 5}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(hostile_text, hostile_text)
 def test_previews_never_act(text: str, file: str) -> None:
     report = report_of(text, file)

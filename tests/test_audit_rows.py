@@ -159,6 +159,25 @@ def test_permuting_rows_permutes_the_verdicts() -> None:
     assert [after.rows[i].score for i in range(12)] == [before.rows[j].score for j in order]
 
 
+@pytest.mark.parametrize("size", [32, 512])
+def test_a_bad_row_is_judged_the_same_alone_and_among_many(size: int) -> None:
+    healthy = ordinary(size, 256)
+    bad = {
+        "run": np.full(256, 9),
+        "period": np.resize(np.arange(100, 120), 256),
+        "noise": np.random.default_rng(0).choice([3, 50, 700, 90, 11], 256),
+        "eos": np.where(np.arange(256) % 4 == 3, EOS, healthy[0]),
+    }
+    for name, row in bad.items():
+        alone = audit_rows(row[None], vocab_size=V, eos_id=EOS).rows[0]
+        batch = healthy.copy()
+        batch[size // 3] = row
+        result = audit_rows(batch, vocab_size=V, eos_id=EOS)
+        among = result.rows[size // 3]
+        assert alone.flags and (among.flags, among.score, among.spans) == (alone.flags, alone.score, alone.spans), name
+        assert result.drop_rows == (size // 3,) and not result.skip
+
+
 def test_renaming_ids_changes_no_verdict() -> None:
     ids = ordinary(6, 400)
     ids[2, 10:150] = 4

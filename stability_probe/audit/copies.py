@@ -16,7 +16,9 @@ SHARED = 0.5  # near copy: half of the smaller row's sampled 8-grams occur in th
 LONG_GRAM, LONG_SHARED = 32, 0.33
 FEWEST = 8  # sampled 8-grams; below, the share is too coarse to mean anything
 VARIED = 0.5  # a row whose own 8-grams mostly repeat (a boolean matrix) shares them with every row of its kind
-SAMPLED = np.uint64(2**60)  # the top four bits are zero
+MIXER = np.uint64(0xD6E8FEB86659FD93)  # odd, from a published 64-bit mixing function
+SAMPLED = np.uint64(2**60)  # the top four bits are zero: one in sixteen
+LONG_ROW, SAMPLED_LONG = 2000, np.uint64(2**58)  # one in 64 of a long row is still 31 or more
 LEAST_ENTROPY_BITS = 2.5  # at 1.5 bits, a boolean matrix, there are only a few thousand likely 8-grams
 SHORTEST = 16  # tokens; short rows coincide by chance and by design ("yes", "no")
 SHORTEST_SMALL = 64  # the same where a token is about a character
@@ -36,11 +38,19 @@ class Prints:
         return Prints(np.concatenate([p.rows for p in parts]), np.concatenate([p.marks for p in parts]))
 
 
-def prints_of(hashes: NDArray[np.uint64], gram: int, lengths_B: NDArray[np.int64]) -> Prints:
-    """One n-gram in sixteen, chosen by its content, so that copies sample the same places."""
-    rows, at = np.divmod(np.flatnonzero(hashes < SAMPLED), hashes.shape[1])  # much faster than nonzero of a matrix
+def prints_of(fours: NDArray[np.uint64], gram: int, lengths_B: NDArray[np.int64]) -> Prints:
+    """One n-gram in 16 (64 in long rows), chosen by its first four tokens: copies sample the same places.
+
+    `fours` are the hashes of the 4-grams; `gram` is a multiple of four. Only the sampled n-grams are hashed whole.
+    """
+    below = SAMPLED if fours.shape[1] < LONG_ROW else SAMPLED_LONG
+    rows, at = np.divmod(np.flatnonzero(fours < below), fours.shape[1])
     inside = at <= lengths_B[rows] - gram
-    return Prints(rows[inside], hashes[rows[inside], at[inside]])
+    rows, at = rows[inside], at[inside]
+    marks = fours[rows, at]
+    for further in range(4, gram, 4):
+        marks = marks * MIXER + fours[rows, at + further]
+    return Prints(rows, marks)
 
 
 def near_copies(rows: Content, prints: Prints, entropy_bits_B: NDArray[np.float64]) -> dict[int, tuple[int, float]]:

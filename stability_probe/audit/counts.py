@@ -89,10 +89,20 @@ def join_hashes(hashes: NDArray[np.uint64], gram: int) -> NDArray[np.uint64]:
     return joined
 
 
-def repeats(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Per row, Σ (count − 1): how many n-grams repeat an earlier one."""
+def repeats(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Per row, how many n-grams repeat an earlier one, Σ (count − 1), and how many occur twice or more.
+
+    The second number is exact where the first is 0.3 of the row or more, else no less than the first.
+    """
     ordered = np.sort(hashes, axis=1)
-    return np.add.reduce(ordered[:, 1:] == ordered[:, :-1], axis=1, dtype=np.int64)
+    same = ordered[:, 1:] == ordered[:, :-1]
+    repeated = np.add.reduce(same, axis=1, dtype=np.int64)
+    recurring = repeated.copy()
+    # A group has one member more than it has repeats. Groups are counted only where there are many repeats.
+    some = np.flatnonzero(repeated >= 0.3 * hashes.shape[1])
+    if len(some) and same.shape[1]:
+        recurring[some] += np.count_nonzero(same[some, 1:] > same[some, :-1], axis=1) + same[some, 0]
+    return repeated, recurring
 
 
 def poorest_window(ids_BW: NDArray[np.int32], lengths_B: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
@@ -128,7 +138,7 @@ def reference_scores(ids_BT: Ints) -> Floats:
         return np.full(B, 0.5)
     ids = wide.astype(np.int32) if not wide.size or (wide.min() >= -(2**31) and wide.max() < 2**31) else _dense(wide)
     entropy = unigrams(ids, np.full(B, T, np.int64)).entropy_bits
-    repeated = repeats(hash_4grams(ids)[:, : T - 4]) / (T - 4) if T > 4 else np.zeros(B)
+    repeated = repeats(hash_4grams(ids)[:, : T - 4])[0] / (T - 4) if T > 4 else np.zeros(B)
     return published_score(repeated, entropy)
 
 

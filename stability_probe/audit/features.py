@@ -14,13 +14,16 @@ from stability_probe.audit.prepare import Content
 from stability_probe.audit.shapes import Few, few_ids
 from stability_probe.audit.shapes import template as measure_template
 
-# 32 768 tokens make 128 KB of ids and 256 KB of hashes: larger temporaries are mapped afresh by the allocator on
-# every operation, which costs more than the arithmetic (benchmarks/audit_speed.py --chunks).
-CHUNK_TOKENS = 32768
+# 65 536 tokens make 256 KB of ids and 512 KB of hashes, which stay in a second-level cache; with 16 384 the calls
+# themselves cost a third of the time (12.8, 15.9, 18.5, 18.5 M tokens/s at 16, 32, 64 and 128 thousand tokens).
+CHUNK_TOKENS = 65536
 POOR_DISTINCT = 7  # of 64: 0.12 rounded down
 TEMPLATE_SHORTEST = 512
-# 16-grams that cover 0.8 of a row make at least 0.3 of its 4-grams repeats of an earlier one; below, D4 cannot hold.
-TEMPLATE_GATE = 0.3
+# A repeated 16-gram holds 13 repeated 4-grams. So D4 cannot hold below these shares of 4-grams that occur twice or more
+# (0.8 · 13/16), or that repeat an earlier one where each occurs eight times (0.6 · 13/16 · 7/8).
+TEMPLATE_GATE, STAMP_GATE = 0.65, 0.42
+# Four repetitions over a tenth of the row make three quarters of a tenth of its 4-grams repeats; below, D2 cannot hold.
+LONG_GATE = 0.07
 # Slot-filled templates, log lines and navigation lists spread by 0.00–0.03 of their length; the font table of a real
 # package, the most template-like healthy text that was found, by 0.18 (benchmarks/audit_recall.py --templates).
 STAMP_SPREAD = 0.15
@@ -90,16 +93,16 @@ def _measure_chunk(
 ) -> Measured:
     B, W = ids_BW.shape
     words = counts.unigrams(ids_BW, lengths_B)
-    repeated = np.zeros(B, np.int64)
+    repeated = recurring = np.zeros(B, np.int64)
     last_repeats = np.zeros(B, np.bool_)
     runs: dict[int, list[Run]] = {}
     prints: list[Prints] = []
     if W > 4:
         hashes = counts.hash_4grams(ids_BW)
-        repeated = counts.repeats(hashes)
+        repeated, recurring = counts.repeats(hashes)
         last_repeats = (hashes[:, :-1] == hashes[:, -1:]).any(axis=1)
-        runs = find_runs(ids_BW, hashes, breaks_BW)
-        prints = _prints(hashes, lengths_B, print_gram)
+        runs = find_runs(ids_BW, hashes, breaks_BW, repeated >= LONG_GATE * (lengths_B - 3))
+        prints = [prints_of(hashes, print_gram, lengths_B)]
     windows, stride = counts.poorest_window(ids_BW, lengths_B)
     poor = windows <= POOR_DISTINCT
     few = {
@@ -108,7 +111,8 @@ def _measure_chunk(
     }
     template, stamped = np.zeros(B), np.zeros(B)
     duplicate_share = repeated / np.maximum(lengths_B - 3, 1)
-    for row in np.flatnonzero((duplicate_share >= TEMPLATE_GATE) & (lengths_B >= TEMPLATE_SHORTEST)):
+    could_be = (duplicate_share >= STAMP_GATE) | (recurring >= TEMPLATE_GATE * (lengths_B - 3))
+    for row in np.flatnonzero(could_be & (lengths_B >= TEMPLATE_SHORTEST)):
         n = lengths_B[row]
         own_breaks = None if breaks_BW is None else breaks_BW[row, :n]
         seen = measure_template(ids_BW[row, :n], own_breaks)
@@ -132,12 +136,3 @@ def _measure_chunk(
         few,
         Prints.joined(prints),
     )
-
-
-def _prints(fours: NDArray[np.uint64], lengths_B: NDArray[np.int64], gram: int) -> list[Prints]:
-    hashes, have = fours, 4
-    while have < gram:
-        if hashes.shape[1] <= have:
-            return []
-        hashes, have = counts.join_hashes(hashes, have), 2 * have
-    return [prints_of(hashes, gram, lengths_B)]

@@ -54,11 +54,12 @@ def shortest_run(period: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _grid(grams: int, first_block: bool) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _grid(grams: int, first_block: bool, short_only: bool) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """(position, position − period) pairs to compare in a block that holds `grams` 4-gram starts."""
-    at, lag = [], []
-    for period in range(1, LONGEST_PERIOD + 1):
-        steps = np.arange(0, grams, shortest_run(period) - 3)
+    at, lag = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for period in range(1, (SHORT_PERIOD if short_only else LONGEST_PERIOD) + 1):
+        run = (SHORT_REPEATS - 1) * period if short_only else shortest_run(period)
+        steps = np.arange(0, grams, run - 3)
         if first_block:
             steps = steps[steps >= period]
         at.append(steps)
@@ -68,25 +69,24 @@ def _grid(grams: int, first_block: bool) -> tuple[NDArray[np.intp], NDArray[np.i
 
 
 def find_runs(
-    ids_BW: NDArray[np.int32], hashes: NDArray[np.uint64], breaks_BW: NDArray[np.bool_] | None = None
+    ids_BW: NDArray[np.int32],
+    hashes: NDArray[np.uint64],
+    breaks_BW: NDArray[np.bool_] | None = None,
+    long_B: NDArray[np.bool_] | None = None,
 ) -> dict[int, list[Run]]:
-    """Every run that D1 or D2 asks for, by row. A run never crosses a position where `breaks_BW` is True."""
+    """Every run that D1 or D2 asks for, by row.
+
+    A run never crosses a position where `breaks_BW` is True. Rows where `long_B` is False are searched for D1 alone.
+    """
     short = (hashes >> np.uint64(32)).astype(np.uint32)
-    grams = short.shape[1]
-    found: list[NDArray[np.intp]] = []
-    for base in range(0, grams, _BLOCK):
-        here, there = _grid(min(_BLOCK, grams - base), base == 0)
-        if not len(here):
-            continue
-        here, there = (here + base, there + base) if base else (here, there)
-        equal = short.take(here, axis=1) == short.take(there, axis=1)
-        rows, which = np.divmod(np.flatnonzero(equal), len(here))
-        if len(rows):
-            position, period = here[which], here[which] - there[which]
-            found.append(np.stack([rows, period, position])[:, _confirmed(short, rows, position, period)])
-    if not found:
+    everything = np.arange(len(short))
+    if long_B is None or long_B.all():
+        parts = _hits(short, everything, False)
+    else:
+        parts = _hits(short, np.flatnonzero(long_B), False) + _hits(short, np.flatnonzero(~long_B), True)
+    if not parts:
         return {}
-    row_of, period_of, position_of = np.concatenate(found, axis=1)
+    row_of, period_of, position_of = np.concatenate(parts, axis=1)
     runs = {}
     for row in np.unique(row_of):
         own = row_of == row
@@ -94,6 +94,26 @@ def find_runs(
         if expanded := _expand(ids_BW[row], breaks, period_of[own], position_of[own]):
             runs[int(row)] = expanded
     return runs
+
+
+def _hits(short: NDArray[np.uint32], wanted: NDArray[np.intp], short_only: bool) -> list[NDArray[np.intp]]:
+    """(row, period, position) of every confirmed hit in the wanted rows."""
+    found: list[NDArray[np.intp]] = []
+    if not len(wanted):
+        return found
+    own = short if len(wanted) == len(short) else short[wanted]
+    for base in range(0, own.shape[1], _BLOCK):
+        here, there = _grid(min(_BLOCK, own.shape[1] - base), base == 0, short_only)
+        if not len(here):
+            continue
+        here, there = (here + base, there + base) if base else (here, there)
+        equal = own.take(here, axis=1) == own.take(there, axis=1)
+        rows, which = np.divmod(np.flatnonzero(equal), len(here))
+        if len(rows):
+            position, period = here[which], here[which] - there[which]
+            sure = _confirmed(own, rows, position, period)
+            found.append(np.stack([wanted[rows], period, position])[:, sure])
+    return found
 
 
 _SHORTEST = np.array([0, *(shortest_run(period) for period in range(1, LONGEST_PERIOD + 1))])
