@@ -1,0 +1,124 @@
+"""Unusual but legitimate incidents: the right answer, or a message in three parts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fixtures import incidents, plant
+from fixtures.incidents import row, saved
+from fixtures.tiny import build, logits_of, tiny
+from fixtures.tiny_text import PAD_ID
+from stability_probe.errors import ProbeError
+from stability_probe.pipeline import run
+from stability_probe.request import Request
+from tests.planted import NAMES, diagnose
+
+UNEQUAL = [row("code", length, seed) for seed, length in enumerate((40, 64, 25, 57))]
+
+
+def direct_losses(made, rows):
+    """Mean loss of each row alone, without padding, straight from the model."""
+    model = build(made.name)
+    model.load_state_dict(incidents.weights_of(made), strict=False)
+    model.eval()
+    losses = []
+    with torch.no_grad():
+        for ids in rows:
+            ids_BT = torch.tensor([ids])
+            losses.append(F.cross_entropy(logits_of(model, ids_BT)[0, :-1], ids_BT[0, 1:]).item())
+    return losses
+
+
+def row_losses(report):
+    return [record["loss"] for record in report.tables["rows"]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_either_side_changes_no_row(name, side, tmp_path):
+    """Learned positions start at the first real token, as `position_ids` of the training code would say."""
+    batch = plant.batch_of(UNEQUAL, PAD_ID, side)
+    if side == "left":  # else the last pad has to predict the first token, as it does in transformers
+        first = batch["attention_mask"].argmax(-1)
+        batch["labels"][torch.arange(len(UNEQUAL)), first] = plant.IGNORED
+    batch["position_ids"] = (batch["attention_mask"].cumsum(-1) - 1).clamp_min(0)
+    report = diagnose(tiny(name), tmp_path, batch, with_baseline=False)
+    assert row_losses(report) == pytest.approx(direct_losses(tiny(name), UNEQUAL), rel=1e-4)
+    assert report.verdict.cause == "none", report.verdict.summary
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_of_one(name, tmp_path):
+    ids = row("code", 64, 0)
+    report = diagnose(tiny(name), tmp_path, plant.batch_of([ids]), with_baseline=False)
+    assert report.verdict.cause == "none", report.verdict.summary
+    assert row_losses(report) == pytest.approx(direct_losses(tiny(name), [ids]), rel=1e-4)
+
+
+def test_a_fault_in_a_batch_of_one(tmp_path):
+    gram = list(row("code", 2, 5))
+    batch = plant.repeated_tokens(plant.batch_of([row("code", 96, 0)]), 0, gram)
+    report = diagnose(tiny("llama"), tmp_path, batch)
+    assert report.verdict.cause == "repeated-tokens", report.verdict.summary
+    assert report.verdict.location.rows == (0,)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_labels_absent(name, tmp_path):
+    rows = [row("code", 48, seed) for seed in range(2)]
+    report = diagnose(tiny(name), tmp_path, {"input_ids": torch.tensor(rows)}, with_baseline=False)
+    assert report.verdict.cause == "none", report.verdict.summary
+    assert report.inputs["batch"]["labels"] == "absent"
+    assert row_losses(report) == pytest.approx(direct_losses(tiny(name), rows), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_one_token_have_nothing_to_predict(name, tmp_path):
+    """T = 1: no target exists. The report says so, and calls nothing broken that is not."""
+    report = diagnose(tiny(name), tmp_path, {"input_ids": torch.tensor([[5], [9]])}, with_baseline=False)
+    assert math.isnan(report.replays[0].loss)
+    assert report.verdict.cause in ("none", "no-valid-labels"), report.verdict.summary
+    assert not [outcome for outcome in report.outcomes if outcome.status == "crashed"]
+
+
+def test_one_token_with_a_shifted_label_has_a_loss(tmp_path):
+    batch = {"input_ids": torch.tensor([[5], [9]]), "labels": torch.tensor([[9], [5]])}
+    report = diagnose(tiny("llama"), tmp_path, batch, with_baseline=False, labels="shifted")
+    assert math.isfinite(report.replays[0].loss)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0)])
+def test_an_empty_batch_is_refused_in_three_parts(shape, tmp_path):
+    made = tiny("llama")
+    path = saved({"input_ids": torch.zeros(shape, dtype=torch.long)}, tmp_path / "empty.pt")
+    with pytest.raises(ProbeError) as caught:
+        run(Request(ckpt=made.ckpt, batch=path))
+    assert caught.value.exit_code == 3
+    assert "empty" in caught.value.problem and caught.value.why and caught.value.hint
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_are_counted_with_and_without_groups(name, tmp_path):
+    """Four query heads a layer in every family, also where two key heads serve them."""
+    report = diagnose(tiny(name), tmp_path, {"input_ids": torch.tensor([row("code", 32, 1)])}, with_baseline=False)
+    seen = {(record["layer"], record["head"]) for record in report.tables["heads"]}
+    assert seen == {(layer, head) for layer in range(4) for head in range(4)}
+
+
+@pytest.mark.parametrize(("name", "tied"), [("llama", False), ("qwen3", True), ("gpt2", True), ("decoder", True)])
+def test_tied_heads_are_one_parameter(name, tied, tmp_path):
+    report = diagnose(tiny(name), tmp_path, {"input_ids": torch.tensor([row("code", 32, 1)])}, with_baseline=False)
+    heads = [p["parameter"] for p in report.tables["parameters"] if p["parameter"] in ("lm_head.weight", "head.weight")]
+    assert bool(heads) is not tied
+
+
+def test_max_rows_and_positions(tmp_path):
+    rows = [row("code", 48, seed) for seed in range(4)]
+    report = diagnose(tiny("llama"), tmp_path, plant.batch_of(rows), with_baseline=False, max_rows=2, max_positions=20)
+    assert (report.inputs["batch"]["rows"], report.inputs["batch"]["positions"]) == (2, 20)
+    # The target of the last position that is kept stays known.
+    assert row_losses(report) == pytest.approx(direct_losses(tiny("llama"), [r[:21] for r in rows[:2]]), rel=1e-4)
