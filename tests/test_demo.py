@@ -34,6 +34,9 @@ def test_repeated_tokens(tmp_path: Path) -> None:
     assert (row, end) == (ROW, 128) and abs(start - 12) <= 1
     last = printed.strip().splitlines()[-1]
     assert last.startswith("planted: ") and f"row {ROW}" in last
+    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text("utf-8")
+    verdict_box = printed[printed.index("╭") : printed.index("╯") + 1]
+    assert verdict_box in readme and last in readme, "paste what `COLUMNS=100 probe demo` prints into README.md"
 
 
 def test_attention_logit_growth(tmp_path: Path) -> None:
