@@ -122,7 +122,8 @@ class InterventionRecord:
         name: the intervention ("drop rows", "QK-clip heads"…).
         cause: the suspect that asked for it.
         change: what was changed, in words.
-        measure: which excess it was judged on ("loss", "grad_norm", "nonfinite", "precision_gap", "step_damage").
+        measure: which excess it was judged on ("loss", "grad_norm", "nonfinite", "precision_gap", "step_damage",
+            "lost_progress").
         before, after, baseline: the measure without the change, with it, and where it should be.
         explained: (before − after) / (before − baseline), clipped to [0, 1]; None where there is no excess.
     """

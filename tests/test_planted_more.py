@@ -101,6 +101,21 @@ def test_positions_that_are_shifted_do_not_matter_to_rotary_attention(tmp_path, 
     assert named(report) == ("none", None), report.verdict.summary
 
 
+def test_a_cap_that_the_model_was_not_trained_with(tmp_path, model, sound):
+    ckpt = language.save_decoder(tmp_path / "ckpt.pt", model, output_softcap=2.0)
+    report = diagnosed(tmp_path, ckpt, sound[2])
+    assert named(report) == ("softcap-mismatch", "confirmed"), report.verdict.summary
+
+
+def test_queries_and_keys_that_are_multiplied_without_their_scale(tmp_path, model, sound):
+    factor = language.CONFIG.head_dim**0.5
+    with torch.no_grad():  # what leaving out the division does to the logits
+        for block in model.blocks:
+            block.attn.q_proj.weight.mul_(factor)
+    report = diagnosed(tmp_path, language.save_decoder(tmp_path / "ckpt.pt", model), sound[2])
+    assert named(report) == ("attention-scale", "confirmed"), report.verdict.summary
+
+
 @pytest.mark.parametrize("factor", [3.0, 8.0])
 def test_mixing_matrices_that_amplify(tmp_path, model, sound, factor):
     with torch.no_grad():

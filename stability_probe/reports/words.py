@@ -32,6 +32,7 @@ _MEASURES = {
     "nonfinite": "non-finite values",
     "precision_gap": "precision gap (nats)",
     "step_damage": "damage of one step (nats)",
+    "lost_progress": "share of one step's progress that is lost",
 }
 
 

@@ -95,16 +95,7 @@ def _plans(m: Measurements, heads: list[Record], hot: bool) -> tuple[Plan, ...]:
         factors = {f"times the {name}": root for name, root in roots.items()}
         if per_layer > 1:
             factors["times the root of the number of heads"] = per_layer**0.5
-    if m.qk_norm:
-        layers = sorted({layer for layer, _ in places})
-        return tuple(
-            Plan("clip_gains", {"gammas": dict.fromkeys(layers, factor)}, f"all logits {name}")
-            for name, factor in factors.items()
-        )
-    return tuple(
-        Plan("clip_heads", {"gammas": dict.fromkeys(places, factor)}, f"all logits {name}")
-        for name, factor in factors.items()
-    )
+    return tuple(Plan("rescale_logits", {"factor": factor}, f"all logits {name}") for name, factor in factors.items())
 
 
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from stability_probe.judge import Case, Page, Rule, Skip, Suspect, Threshold
+from stability_probe.judge import Case, Page, Plan, Rule, Skip, Suspect, Threshold
+from stability_probe.rules._tables import is_number, log_margin, records
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
@@ -20,24 +21,40 @@ THRESHOLDS = {
         1e3, "logit", "values this far out are fills of masked vocabulary entries, set after the cap",
         "usual fills are -1e4, -1e9 and the format's smallest number; trained logits are below 100",
     ),
+    "saturated": Threshold(
+        0.9, "of the cap", "tanh is within a tenth of its limit: the cap shapes these logits",
+        "tanh(1.47) = 0.9: a raw logit half as large again as the cap",
+    ),
+    "fell": Threshold(
+        0.3, "nats over the usual loss in the log", "saturation is by design in a model that was trained with the cap; "
+        "a needless one costs more than this (cap 30 on SmolLM2-135M: 0.8 nats)",
+        "SmolLM2-135M, soft-caps 15, 30 and 50 on the output: 6.3, 3.4 and 2.75 against 2.625 nats",
+    ),
+    "sigmas": Threshold(
+        6, "robust standard deviations of the logged loss", "the spike rule of long runs",
+        "OLMo-core: a step is skipped at 6 standard deviations over 128 steps",
+    ),
 }  # fmt: skip
 
 PAGE = Page(
     title="Soft-cap mismatch",
-    claim="The model was trained with a soft-cap on its output logits, and the replayed code does not apply it.",
+    claim="The code's soft-cap is not the one that the model was trained with: it is left out, or one too many.",
     mechanism=(
         "A soft-cap squeezes logits into (-c, c) by c tanh(x / c). A model trained with it lets raw logits grow past "
         "c, because the cap makes up for it. Leave the cap out and all confident predictions become far more "
         "confident, right or wrong; the loss rises by nats, and so do the gradients of the head. The opposite, a cap "
         "that the model never knew, flattens its sure predictions."
     ),
-    signature="A cap in the configuration, and output logits beyond it.",
+    signature=(
+        "A cap in the configuration, and output logits beyond it; or logits that saturate at the cap with a loss far "
+        "above the log's usual, which comes back when the cap is undone."
+    ),
     false_alarms=(
         "Logits that saturate just below a configured cap are by design. Masked vocabulary entries hold large negative "
         "fills. Without a cap in the configuration large logits are nothing but large: `logit-drift` asks whether "
         "bf16 can hold them."
     ),
-    proof="Arithmetic: a capped logit cannot pass the cap.",
+    proof="Arithmetic where logits pass the cap; else the cap is undone (c atanh(x / c)) and the batch is replayed.",
     remedies=(
         Remedy("Apply the cap of the configuration in the model's forward.",
                "logits = cap * torch.tanh(logits / cap)"),
@@ -50,11 +67,15 @@ PAGE = Page(
 
 
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
+    if m.output_softcap is None and m.attention_softcap is None:
+        raise Skip("the configuration names no cap on logits; if the model was trained with one, put it there")
+    return [*_left_out(m, t), *_one_too_many(m, t)]
+
+
+def _left_out(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     cap = m.output_softcap
     if cap is None:
-        raise Skip(
-            "the configuration names no cap on the output logits; if the model was trained with one, put it there"
-        )
+        return []
     # log Z cannot pass the cap by more than ln V: a sign that no fill can fake.
     whole = m.log_z_mean > t["past"].value * cap + math.log(m.vocab_size)
     if not whole and not t["past"].value * cap < m.logit_absmax < t["fill"].value:
@@ -75,6 +96,39 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     ]  # fmt: skip
 
 
+def _one_too_many(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
+    """Logits that saturate at a cap, where the log says that the run did better."""
+    usual = m.log.usual_loss if m.log is not None else None
+    if usual is None or not m.loss >= usual + log_margin(m, t["fell"].value, t["sigmas"].value):
+        return []
+    hottest = max((row["max_logit"] for row in records(m.heads) if is_number(row["max_logit"])), default=0.0)
+    sites = {"output": (m.output_softcap, m.logit_absmax), "attention": (m.attention_softcap, hottest)}
+    found = []
+    for where, (cap, largest) in sites.items():
+        if cap is None or not t["saturated"].value * cap <= largest <= t["past"].value * cap:
+            continue
+        found.append(
+            Suspect(
+                cause=RULE.slug,
+                summary=f"The {where} logits saturate at the soft-cap of {cap:g}, and the loss stands "
+                f"{m.loss - usual:.2f} nats above the log's usual.",
+                location=Location(),
+                evidence=(
+                    Evidence(f"largest |logit|, {where}", largest, "", cap, "soft-cap of the configuration",
+                             t["saturated"].value * cap, t["saturated"].source),
+                    Evidence("loss", m.loss, "nats", usual, "usual loss in the log", source=t["fell"].source),
+                ),
+                plans=(
+                    Plan("cap_logits", {"cap": cap, "where": where, "remove": True},
+                         f"the cap on the {where} logits undone"),
+                ),
+                strength=largest / (t["saturated"].value * cap),
+                measures=("loss",),
+            )
+        )  # fmt: skip
+    return found
+
+
 RULE = Rule(
     slug="softcap-mismatch",
     order=602,
@@ -86,6 +140,11 @@ RULE = Rule(
         Case(
             "log Z alone is past what the cap allows",
             {"output_softcap": 15.0, "logit_absmax": 1e4, "log_z_mean": 24.0},
+            True,
+        ),
+        Case(
+            "saturated at a cap of 5, and the run did better without it",
+            {"output_softcap": 5.0, "logit_absmax": 4.99, "loss": 4.6, "log": {"usual_loss": 3.4, "loss_spread": 0.05}},
             True,
         ),
         Case("near miss: logits saturate at the cap", {"output_softcap": 30.0, "logit_absmax": 29.99}, False),
