@@ -173,7 +173,7 @@ def replay(
             except ProbeError:
                 raise
             except Exception as error:
-                raise _failed(error, rows, precision) from error
+                raise _failed(error, rows, precision, T, position_limit(subject.module)) from error
             advance(len(rows))
     trace.seconds = time.perf_counter() - started
     return trace
@@ -375,8 +375,22 @@ def _add_heads(heads: dict[int, HeadTotals], layer: int, seen: HeadStatistics, r
     total.blind = total.blind + seen.blind_BH.sum(0)
 
 
-def _failed(error: Exception, rows: range, precision: str) -> ProbeError:
+def position_limit(module: nn.Module) -> int | None:
+    """The longest row that the model's configuration allows, where it states one."""
+    config = getattr(module, "config", None)
+    for name in ("max_position_embeddings", "n_positions", "block_size", "max_positions"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _failed(error: Exception, rows: range, precision: str, T: int, limit: int | None) -> ProbeError:
     where = f"row {rows.start}" if len(rows) == 1 else f"rows {rows.start}–{rows.stop - 1}"
+    problem = f"the replay failed in {precision} on {where}"
+    if limit is not None and limit < T:
+        why = f"the rows have {T} positions, the model takes {limit}"
+        return ProbeError(problem, why, f"replay the first ones with --max-positions {limit}", REPLAY_FAILED)
     memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "not enough memory" in str(error)
     hint = (
         "replay fewer rows or positions (--max-rows, --max-positions), or use a device with more memory"
@@ -384,10 +398,4 @@ def _failed(error: Exception, rows: range, precision: str) -> ProbeError:
         else "run again with --debug for the traceback; check that the model's forward takes token ids"
     )
     message = str(error).splitlines()[0][:300] if str(error) else "no message"
-    return ProbeError(
-        f"the replay failed in {precision} on {where}", f"{type(error).__name__}: {message}", hint, REPLAY_FAILED
-    )
-
-
-def sketch_norm(sketch: Tensor) -> float:
-    return torch.linalg.vector_norm(sketch.double()).item()
+    return ProbeError(problem, f"{type(error).__name__}: {message}", hint, REPLAY_FAILED)
