@@ -19,8 +19,9 @@ THRESHOLDS = {
         "SmolLM2-135M with position ids x 2: 2.97 against 2.625 nats",
     ),
     "sigmas": Threshold(
-        6, "robust standard deviations of the logged loss", "the spike rule of long runs",
-        "OLMo-core: a step is skipped at 6 standard deviations over 128 steps",
+        3, "robust standard deviations of the logged loss", "decides only whether the settings are tried: a needless "
+        "other base lowers no healthy loss",
+        "a batch's loss is beyond 3 standard deviations once in 700 steps",
     ),
     "first": Threshold(
         2.0, "nats over ln V, first position", "the first token sees only itself and has no distance to misread: "
