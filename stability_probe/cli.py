@@ -227,8 +227,9 @@ def replay(
 @guarded
 def batch_audit(
     batch: Annotated[
-        list[Path], typer.Option("--batch", metavar="PATH", help="Saved batch or token shard; repeatable.")
+        list[Path], typer.Option("--batch", metavar="PATH...", help="Saved batches or token shards; a glob will do.")
     ],
+    more: Annotated[list[Path] | None, typer.Argument(metavar="[PATH...]", hidden=True)] = None,
     baseline: Baselines = None,
     tokenizer: Tokenizer = None,
     labels: LabelsOption = Labels.auto,
@@ -241,11 +242,10 @@ def batch_audit(
     debug: Debug = False,
 ) -> None:
     """Find token anomalies in saved batches and token shards, without a model."""
-    _check_outputs(out)
     from stability_probe.audit.command import run_batch_audit
 
     code = run_batch_audit(
-        batch,
+        [*batch, *(more or [])],  # what a shell makes of `--batch shards/*.npy`
         baseline=baseline or [],
         tokenizer=tokenizer,
         labels=labels.value,

@@ -41,6 +41,9 @@ ORDINARY = 0.5
 MANY_ROWS = 5
 # Half of the audit's scale is where its high findings start; what is weaker is not named without a test.
 TELLING = 0.5
+# From this share on a cause leaves nothing for the ones below it.
+SETTLED_SHARE = 0.9
+SETTLED = "not tried: a cause that stands higher already explains the loss"
 # The most interventions that are replayed for one rule: the strongest suspects come first.
 TRIALS_PER_RULE = 4
 
@@ -71,12 +74,33 @@ def confirm(
 ) -> tuple[Verdict, list[InterventionRecord]]:
     """Run the suspects' interventions and rank what they explain."""
     order = {rule.slug: rule.order for rule in rules}
-    trials = [trial for suspect in chosen(suspects, order) for trial in _run(suspect, bench, advance)]
     before = readings_before(bench)
+    trials: list[Trial] = []
+    for suspect in chosen(suspects, order):
+        if not suspect.latent and "loss" in suspect.measures and settles(trials, before, bench):
+            trials += [Trial(suspect, plan, False, None, SETTLED) for plan in suspect.plans]
+            advance(len(suspect.plans))
+        else:
+            trials += _run(suspect, bench, advance)
     judged = [judge_trials(suspect, trials, before, bench) for suspect in suspects]
     ranked = rank(judged, order)
     records = [record for item in judged for record in item.records]
     return verdict_of(ranked, judged, rules, bench, records), records
+
+
+def settles(trials: list[Trial], before: Reading, bench: Bench) -> bool:
+    """Whether a cause that stands higher already brings the loss back to what healthy batches cost.
+
+    Only an outside reference can say so: against the repairs tried so far the first one would always win.
+    """
+    usual = usual_loss(bench.measurements)
+    if usual is None or before["loss"] - usual <= noise_of("loss", before["loss"], bench, of_the_data=False):
+        return False
+    return any(
+        (before["loss"] - trial.reading["loss"]) / (before["loss"] - usual) >= SETTLED_SHARE
+        for trial in trials
+        if trial.reading is not None and "loss" in trial.reading and trial.plan.intervention != "swap_baseline"
+    )
 
 
 def without_confirmation(suspects: list[Suspect], rules: tuple[Rule, ...], bench: Bench) -> Verdict:
@@ -141,13 +165,15 @@ def judge_trials(suspect: Suspect, trials: list[Trial], before: Reading, bench: 
         for measure, after in trial.reading.items():
             if measure not in suspect.measures or measure not in before:
                 continue
+            if measure == "nonfinite" and before[measure] == 0.0:
+                continue
             reference = reference_for(measure, trial, trials, before, bench)
             share = explained_share(measure, before[measure], after, reference, bench, trial.of_the_data)
             records.append(_record(trial, measure, before[measure], after, reference, share))
             shares.append(share)
     known = [share for share in shares if share is not None]
     explained = max(known) if known else None
-    untested = "; ".join(problems) if not records else ""
+    untested = "; ".join(dict.fromkeys(problems)) if not records else ""
     return Judged(suspect, explained, tuple(records), untested)
 
 
@@ -284,7 +310,7 @@ def status_of(item: Judged) -> Status | None:
         return "confirmed"
     if item.explained is not None and item.explained >= LIKELY:
         return "likely"
-    if item.untested and item.suspect.strength >= TELLING:
+    if item.untested and item.untested != SETTLED and item.suspect.strength >= TELLING:
         return "likely"
     return "latent" if item.suspect.latent else None
 
@@ -443,11 +469,15 @@ def healthy_notes(m: Measurements) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def outcomes_after(outcomes: list[Outcome], verdict: Verdict) -> list[Outcome]:
-    """The rules' outcomes with suspects that were cleared by their intervention marked so."""
+def outcomes_after(outcomes: list[Outcome], verdict: Verdict, tried: set[str]) -> list[Outcome]:
+    """The rules' outcomes: suspects that are not named are marked clear, with the reason why."""
     named = {entry.cause for entry in verdict.ranked}
+
+    def why(cause: str) -> str:
+        return "cleared by its intervention" if cause in tried else SETTLED
+
     return [
-        replace(outcome, status="clear", reason=f"cleared by its intervention: {outcome.reason}")
+        replace(outcome, status="clear", reason=f"{why(outcome.rule)}: {outcome.reason}")
         if outcome.status == "found" and outcome.rule not in named
         else outcome
         for outcome in outcomes

@@ -52,6 +52,7 @@ def run(request: Request, progress: Progress | None = None) -> Report:
         order = {rule.slug: rule.order for rule in rules}
         with show.stage("Intervening and replaying", count_trials(suspects, order)) as advance:
             verdict, interventions = confirm(suspects, rules, bench, advance)
+        outcomes = outcomes_after(outcomes, verdict, {record.cause for record in interventions})
     else:
         verdict, interventions = without_confirmation(suspects, rules, bench), []
     facts = checklist.facts_from(
@@ -67,7 +68,7 @@ def run(request: Request, progress: Progress | None = None) -> Report:
         probe_version=__version__,
         inputs=inputs_of(incident),
         verdict=verdict,
-        outcomes=tuple(outcomes_after(outcomes, verdict)) if request.confirm else tuple(outcomes),
+        outcomes=tuple(outcomes),
         checklist=checklist.answer(facts),
         replays=tuple(replays),
         interventions=tuple(interventions),

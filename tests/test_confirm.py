@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stability_probe.confirm import (
+    SETTLED,
     Judged,
     Trial,
     explained_share,
@@ -17,6 +18,7 @@ from stability_probe.confirm import (
     outcomes_after,
     rank,
     rest_is_ordinary,
+    settles,
     status_of,
     unexplained_excess,
     verdict_of,
@@ -204,9 +206,20 @@ def test_cleared_suspects_are_not_reported_as_found():
         Outcome("fp16-overflow", "clear", "no sign of it"),
     ]
     bench = bench_of()
-    after = outcomes_after(outcomes, verdict_of([], [], RULES, bench, []))
+    after = outcomes_after(outcomes, verdict_of([], [], RULES, bench, []), {"logit-drift"})
     assert [outcome.status for outcome in after] == ["clear", "clear"]
     assert after[0].reason.startswith("cleared by its intervention")
+
+
+def test_lower_causes_are_not_tried_once_the_loss_is_usual_again():
+    bench = bench_of(loss=5.0, baseline_loss=2.5, baseline_row_losses=(2.4, 2.6))
+    who = suspect("repeated-tokens")
+    assert settles([trial(who, 2.6)], {"loss": 5.0}, bench)
+    assert not settles([trial(who, 3.5)], {"loss": 5.0}, bench)
+    assert not settles([trial(who, 2.6)], {"loss": 5.0}, bench_of(loss=5.0))
+    swap = Trial(who, Plan("swap_baseline"), True, {"loss": 2.5})
+    assert not settles([swap], {"loss": 5.0}, bench)
+    assert status_of(Judged(suspect(), None, (), untested=SETTLED)) is None
 
 
 def test_log_facts_are_optional():
