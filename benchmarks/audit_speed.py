@@ -136,7 +136,8 @@ def training_step() -> None:
 
 
 _MEMORY = """
-import resource, sys
+import resource
+import sys
 from pathlib import Path
 import numpy as np
 from stability_probe.audit.blocks import Settings
@@ -144,7 +145,9 @@ from stability_probe.audit.dataset import audit_dataset
 folder = Path(sys.argv[1])
 shards = sorted(folder.glob("*.npy"))
 found = audit_dataset(shards, Settings(2048, 16384, 0), folder / "flagged.csv", workers=int(sys.argv[2]))
-own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+# Not ru_maxrss: it starts from what the process that started this one had.
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+own = int(status["VmHWM"].split()[0]) / 1024
 children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
 print(found.rows, found.tokens, found.flagged, f"{own:.0f} {children:.0f}")
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,20 +118,26 @@ def _shared(row_of: NDArray[np.intp], marks: NDArray[np.uint64], count_rows: int
         yield pair // count_rows, pair % count_rows, count
 
 
-def exact_copies(rows: Content, shortest: int) -> dict[int, int]:
-    """Row → the first row with the same content."""
-    B, W = rows.ids_BW.shape
-    if B < 2 or W == 0:
+def exact_copies(rows: Content, told_apart_by: tuple[NDArray[Any], ...], shortest: int) -> dict[int, int]:
+    """Row → the first row with the same content.
+
+    `told_apart_by` are numbers per row that equal rows share (entropy, repeats). Only rows that agree in them, in
+    length and in their first and last id are compared token by token.
+    """
+    W = rows.ids_BW.shape[1]
+    if W == 0:
         return {}
-    # A polynomial over the ids finds the candidates; they are then compared themselves.
-    powers = np.cumprod(np.full(W, 0x9E3779B97F4A7C15, np.uint64))
-    sums = np.empty(B, np.uint64)
-    for row in range(B):
-        sums[row] = np.dot(rows.ids_BW[row].astype(np.uint64), powers)
-    first: dict[tuple[int, int], int] = {}
+    last = rows.ids_BW[np.arange(len(rows.ids_BW)), np.maximum(rows.lengths_B - 1, 0)]
+    columns: list[NDArray[Any]] = [rows.lengths_B, rows.ids_BW[:, 0], last, *told_apart_by]
+    seen: dict[tuple[Any, ...], list[int]] = {}
     found = {}
-    for row, key in enumerate(zip(sums.tolist(), rows.lengths_B.tolist(), strict=True)):
-        earlier = first.setdefault(key, row)
-        if earlier != row and key[1] >= shortest and np.array_equal(rows.ids_BW[row], rows.ids_BW[earlier]):
+    for row, key in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        if key[0] < shortest:
+            continue
+        same_key = seen.setdefault(key, [])
+        earlier = next((one for one in same_key if np.array_equal(rows.ids_BW[row], rows.ids_BW[one])), None)
+        if earlier is None:
+            same_key.append(row)
+        else:
             found[row] = earlier
     return found

@@ -127,11 +127,7 @@ def _few_note(rows: Content, measured: Measured, row: int) -> Note:
 
 def judge_separators(rows: Content, is_eos: NDArray[np.bool_], notes: Notes) -> None:
     """D11."""
-    counts = np.count_nonzero(is_eos, axis=1)
-    adjacent = (is_eos[:, 1:] & is_eos[:, :-1]).any(axis=1)
-    # Fewer than seven EOS, none of them adjacent, make neither eight documents nor a tenth of 71 tokens or more.
-    worth_a_look = adjacent | (counts >= EOS_DOCUMENTS - 1) | (counts >= EOS_SHARE * rows.lengths_B)
-    for row in np.flatnonzero(worth_a_look & (counts > 0)).tolist():
+    for row in _odd_separators(is_eos, rows.lengths_B).tolist():
         n = int(rows.lengths_B[row])
         seen = separators(is_eos[row, :n])
         whole = (Span(*rows.place(row, 0, n), "separators", ""),)
@@ -149,3 +145,17 @@ def judge_separators(rows: Content, is_eos: NDArray[np.bool_], notes: Notes) -> 
         elif seen.pairs:
             detail = f"{seen.pairs} pairs of adjacent EOS: empty documents, or BOS and EOS of the same id"
             notes[row].append(Note("D11", "medium", "garbage-tokens", detail, seen.pairs / 10, whole))
+
+
+def _odd_separators(is_eos: NDArray[np.bool_], lengths_B: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Rows that D11 can have something to say about: many EOS, adjacent ones, or mostly short documents."""
+    B, W = is_eos.shape
+    row_of, at = np.divmod(np.flatnonzero(is_eos), W)
+    counts = np.bincount(row_of, minlength=B)
+    gaps, same_row = np.diff(at), row_of[1:] == row_of[:-1]
+    adjacent = np.bincount(row_of[1:][same_row & (gaps == 1)], minlength=B)
+    short = np.bincount(row_of[1:][same_row & (gaps <= EOS_MEDIAN_TOKENS)], minlength=B)
+    # The first and the last document of a row stand between no two EOS: they may be short too.
+    mostly_short = (counts >= EOS_DOCUMENTS - 1) & (2 * (short + 2) >= counts + 1)
+    whole = counts >= lengths_B
+    return np.flatnonzero((counts > 0) & ((adjacent > 0) | mostly_short | whole | (counts >= EOS_SHARE * lengths_B)))

@@ -142,27 +142,53 @@ def _expand(
 ) -> list[Run]:
     """Runs behind the hits, shortest period first; a multiple of a period inside its own run adds nothing."""
     runs: list[Run] = []
+    order = np.lexsort((position_of, period_of))
+    period_of, position_of = period_of[order], position_of[order]
     while len(period_of):
-        period = int(period_of.min())
-        own = runs_of(row, period, breaks)
-        runs.extend(own)
-        explained = np.zeros(len(row), np.bool_)
-        for run in own:
-            explained[run.start + period : run.end] = True
-        open_ = (period_of > period) & ~((period_of % period == 0) & explained[position_of])
+        period, at = int(period_of[0]), int(position_of[0])
+        first, end = _equal_around(row, breaks, period, at)
+        inside = (position_of >= first) & (position_of < end)
+        open_ = ~(inside & (period_of == period))
+        if end - first >= shortest_run(period):
+            runs.append(Run(first - period, end, period))
+            open_ &= ~(inside & (period_of % period == 0) & ~_reaches_out(row, first - period, end, period_of))
+        open_[0] = False
         period_of, position_of = period_of[open_], position_of[open_]
     return runs
 
 
-def runs_of(row: NDArray[np.int32], period: int, breaks: NDArray[np.bool_] | None = None) -> list[Run]:
-    """Maximal runs of x[i] = x[i−p] in one row that are long enough for D1 or D2."""
-    differs = row[period:] != row[:-period]
-    if breaks is not None:
-        differs |= breaks[period:] | breaks[:-period]
-    edges = np.concatenate([[-1], np.flatnonzero(differs), [len(differs)]])
-    gaps = np.diff(edges) - 1
-    wanted = np.flatnonzero(gaps >= shortest_run(period))
-    return [Run(int(edges[i]) + 1, int(edges[i + 1]) + period, period) for i in wanted]
+def _reaches_out(row: NDArray[np.int32], start: int, end: int, lag_of: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """Whether the repeat with each lag goes on past [start, end), which repeats with a divisor of it."""
+    last = len(row) - 1
+    left = start > 0 and row[np.minimum(start - 1 + lag_of, last)] == row[start - 1]
+    right = end <= last and row[np.maximum(end - lag_of, 0)] == row[end]
+    return np.asarray(left | right)
+
+
+def _equal_around(row: NDArray[np.int32], breaks: NDArray[np.bool_] | None, period: int, at: int) -> tuple[int, int]:
+    """The maximal [first, end) around `at` in which x[i] = x[i−p]; empty where `at` itself differs."""
+
+    def differs(low: int, high: int) -> NDArray[np.bool_]:
+        wrong = row[low:high] != row[low - period : high - period]
+        if breaks is not None:
+            wrong |= breaks[low:high] | breaks[low - period : high - period]
+        return wrong
+
+    end, step = at, 256
+    while end < len(row):
+        wrong = differs(end, min(len(row), end + step))
+        if wrong.any():
+            end += int(wrong.argmax())
+            break
+        end, step = end + len(wrong), 2 * step
+    first, step = at, 256
+    while first > period and end > at:
+        wrong = differs(max(period, first - step), first)[::-1]
+        if wrong.any():
+            first -= int(wrong.argmax())
+            break
+        first, step = first - len(wrong), 2 * step
+    return first, end
 
 
 def covered(runs: list[Run], length: int) -> int:

@@ -146,7 +146,7 @@ def _examine(
     if is_eos is not None:
         judgement.judge_separators(rows, is_eos, notes)
     shortest = copies.SHORTEST_SMALL if small else copies.SHORTEST
-    _check_copies(rows, measured.prints, features.entropy_bits, shortest, notes)
+    _check_copies(rows, measured.prints, features, shortest, notes)
     whole_batch = "" if targets is None else _check_labels(ids, targets, kept, labels, pad_id, eos_id, notes)
     if vocabulary is not None:
         from stability_probe.audit.text import judge_text
@@ -232,15 +232,13 @@ def _check_ids(ids: Ints, mask: NDArray[Any] | None, vocab_size: int | None, row
         notes[row].append(Note("D0", "critical", "token-id-out-of-range", detail, spans=spans))
 
 
-def _check_copies(
-    rows: Content, prints: copies.Prints, entropy_bits_B: NDArray[np.float64], shortest: int, notes: Notes
-) -> None:
+def _check_copies(rows: Content, prints: copies.Prints, features: Features, shortest: int, notes: Notes) -> None:
     """D12: all but the first of equal rows; then rows that share half of their sampled 8-grams with an earlier one."""
-    exact = copies.exact_copies(rows, shortest)
+    exact = copies.exact_copies(rows, (features.entropy_bits, features.duplicate_share), shortest)
     for row, earlier in exact.items():
         span = Span(*rows.place(row, 0, int(rows.lengths_B[row])), "copy", f"of row {earlier}")
         notes[row].append(Note("D12", "high", "duplicate-examples", f"exact copy of row {earlier}", 1.0, (span,)))
-    for row, (earlier, part) in copies.near_copies(rows, prints, entropy_bits_B).items():
+    for row, (earlier, part) in copies.near_copies(rows, prints, features.entropy_bits).items():
         if row in exact:
             continue
         span = Span(*rows.place(row, 0, int(rows.lengths_B[row])), "near copy", f"of row {earlier}")

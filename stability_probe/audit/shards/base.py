@@ -39,6 +39,7 @@ def stream_units(tokens: int, row_tokens: int) -> list[tuple[int, int]]:
 
 def stream_rows(tokens: NDArray[Any], start: int, stop: int, row_tokens: int) -> Iterator[Row]:
     """Rows of one long array of tokens."""
+    tokens = np.asarray(tokens)  # slicing a memmap itself costs a microsecond or two a row
     for row in range(start, stop):
         yield row, tokens[row * row_tokens : (row + 1) * row_tokens]
 
@@ -90,4 +91,5 @@ def array_rows(array: NDArray[Any], start: int, stop: int, row_tokens: int) -> I
     if array.ndim == 1:
         yield from stream_rows(array, start, stop, row_tokens)
     else:
-        yield from ((row, array[row]) for row in range(start, stop))
+        whole = np.asarray(array)
+        yield from ((row, whole[row]) for row in range(start, stop))
