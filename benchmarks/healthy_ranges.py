@@ -24,10 +24,10 @@ import torch
 
 from fixtures import tiny, tiny_text
 from fixtures.smollm2 import smollm2_folder
+from stability_probe.examination import examine
 from stability_probe.incident import Request, load_incident
 from stability_probe.judge import judge, load_rules
 from stability_probe.measure import Measurements
-from stability_probe.pipeline import examine
 from stability_probe.replay import Subject
 
 ROWS, LENGTH = 4, 256

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stability_probe.batches.base import Batch
-from stability_probe.pipeline import repeat_facts, repeated
+from stability_probe.examination import repeat_facts, repeated
 from stability_probe.replay import Subject, replay
 from stability_probe.step_progress import kept_in_bf16
 from stability_probe.tables_mixing import mixing_table

@@ -1,0 +1,62 @@
+"""What a report tells beside the verdict: the inputs it was made from, and the tables with words in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stability_probe.batches.base import Batch
+from stability_probe.incident import Incident
+from stability_probe.measure import Measurements
+from stability_probe.previews import decoder, with_previews
+
+
+def inputs_of(incident: Incident) -> dict[str, Any]:
+    checkpoint, batch = incident.checkpoint, incident.batch
+    parameters = sum(parameter.numel() for parameter in incident.model.module.parameters())
+    return {
+        "ckpt": {
+            "path": str(checkpoint.path),
+            "format": checkpoint.format,
+            "step": checkpoint.step,
+            "parameters": parameters,
+            "model": incident.model.name,
+        },
+        "batch": _batch_facts(batch),
+        "baseline": [_batch_facts(baseline) for baseline in incident.baselines],
+        "log": [str(path) for path in incident.request.logs],
+        "step": incident.request.step,
+        "lr": incident.lr,
+        "grad_clip": incident.grad_clip,
+        "run_precision": incident.run_precision,
+        "device": incident.device,
+        "torch": torch.__version__,
+        "source": dict(incident.source),
+    }
+
+
+def _batch_facts(batch: Batch) -> dict[str, Any]:
+    rows, positions = batch.ids_BT.shape
+    return {
+        "path": str(batch.path),
+        "sha256": batch.sha256,
+        "rows": rows,
+        "positions": positions,
+        "labels": batch.convention,
+        "labels_reason": batch.convention_reason,
+    }
+
+
+def report_tables(m: Measurements, incident: Incident) -> dict[str, list[dict[str, Any]]]:
+    decode = decoder(incident.tokenizer)
+    frames = {
+        "modules": m.modules,
+        "heads": m.heads,
+        "parameters": m.parameters,
+        "rows": m.rows,
+        "tokens": m.tokens,
+        "embedding_rows": m.embedding_rows,
+    }
+    records = {name: frame.to_dict("records") for name, frame in frames.items()}
+    return with_previews(records, incident.batch.ids_BT.tolist(), decode)
