@@ -32,6 +32,11 @@ THRESHOLDS = {
         1.0, "nats", "a single row is noisier than a batch: 127 targets of a loss with a spread of 3 nats give 0.27",
         "standard error of a mean of 127 token losses; four of them",
     ),
+    "token_spread": Threshold(
+        3.0, "nats", "the losses of single tokens differ by this much: few targets (masked prompts, short rows) can "
+        "prefer any offset, so one must win by four standard errors of its own count",
+        "healthy tiny Gemma-2, 8 targets: 1.3 nats cheaper at -1; tiny Llama, 1 target: 2.7 nats at +3",
+    ),
     "over_unigrams": Threshold(
         0.5, "nats over the pooled unigram entropy", "the right targets of a trained model cost less than word "
         "frequencies do; those one further ahead cost more (8.9 nats against 5.0)",
@@ -107,6 +112,11 @@ def _wrong(losses: dict[int, float], margin: float, share: float) -> tuple[int, 
     return (best, lowest, declared) if best and declared - lowest >= max(margin, share * declared) else None
 
 
+def _least_gain(margin: str, targets: int, t: dict[str, Threshold]) -> float:
+    """What another offset must win by over this many targets: the margin, or four standard errors of their mean."""
+    return max(t[margin].value, 4 * t["token_spread"].value / math.sqrt(max(targets, 1)))
+
+
 def _evidence(
     m: Measurements, where: str, losses: dict[int, float], best: int, limit: Threshold
 ) -> tuple[Evidence, ...]:
@@ -150,7 +160,8 @@ def _testified(reason: str) -> int | None:
 def _whole_batch(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
     flagged = flagged_rows(m, RULE.slug, 1.0)
     losses = m.offset_losses
-    wrong = _wrong(losses, t["margin"].value, t["share"].value)
+    targets = int(sum(row["valid_targets"] for row in records(m.rows)))
+    wrong = _wrong(losses, _least_gain("margin", targets, t), t["share"].value)
     if flagged and len(flagged) >= t["flagged_rows"].value * len(m.rows):
         # The labels themselves say which offset is right; the loss need only agree.
         said = _testified(flagged[0]["reason"])
@@ -178,11 +189,18 @@ def _distance(best: int) -> str:
 
 
 def _some_rows(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
-    table = [int(row["row"]) for row in records(m.rows)]
+    told = {int(row["row"]) for row in flagged_rows(m, RULE.slug, 0.5)}  # there the labels speak, not the loss alone
+    margins = {
+        int(row["row"]): t["row_margin"].value
+        if int(row["row"]) in told
+        else _least_gain("row_margin", int(row["valid_targets"]), t)
+        for row in records(m.rows)
+    }
+    table = list(margins)
     found = {
         row: wrong
         for row, losses in zip(table, m.row_offset_losses, strict=False)
-        if (wrong := _wrong(losses, t["row_margin"].value, t["share"].value)) and _believable(m, wrong, {row}, t)
+        if (wrong := _wrong(losses, margins[row], t["share"].value)) and _believable(m, wrong, {row}, t)
     }
     if not found:
         return None
@@ -315,6 +333,22 @@ RULE = Rule(
         Case(
             "near miss: a row of noise, cheaper with its own input as target",
             {"loss": 4.6, "row_offset_losses": [_RIGHT, {-1: 6.73, 0: 8.41, 1: 8.5, 2: 8.5}, _RIGHT, _RIGHT]},
+            False,
+        ),
+        Case(
+            "near miss: a chat row with eight targets, which cost less three positions further by chance",
+            {
+                "loss": 4.4, "rows": _cases.rows({2: {"valid_targets": 8, "loss": 7.6}}),
+                "row_offset_losses": [_RIGHT, _RIGHT, {-1: 8.2, 0: 7.6, 1: 7.9, 2: 7.7, 3: 4.9}, _RIGHT],
+            },
+            False,
+        ),
+        Case(
+            "near miss: a batch of five targets prefers another offset by chance",
+            {
+                "loss": 7.2, "rows": _cases.rows({row: {"valid_targets": 1 + (row == 0)} for row in range(4)}),
+                "offset_losses": {-1: 8.2, 0: 7.2, 1: 7.9, 2: 7.7, 3: 4.9},
+            },
             False,
         ),
         Case(
