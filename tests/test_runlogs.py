@@ -236,6 +236,6 @@ def test_facts_agree_with_a_slow_walk(values, step):
 
 def test_a_log_that_begins_after_warm_up_does_not_tell_where_it_ended(tmp_path):
     path = tmp_path / "log.csv"
-    path.write_text("step,loss,lr\n" + "\n".join(f"{step},3.0,{3e-4 * 0.999 ** step}" for step in range(1140, 1200)))
+    path.write_text("step,loss,lr\n" + "\n".join(f"{step},3.0,{3e-4 * 0.999**step}" for step in range(1140, 1200)))
     facts = log_facts([read_log(path)], 1190)
     assert facts is not None and facts.warmup_end is None and facts.peak_lr is not None
