@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
     from stability_probe.models.base import LoadedModel
 
 __all__ = ["Incident", "Request", "load_incident", "request_from_folder"]
+
+# What fp32 tensors can be multiplied by.
+LARGEST_RATE = 3.4e38
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,16 @@ def _require_paths(request: Request) -> tuple[Path, Path]:
     named += [("optimizer", request.optimizer), ("tokenizer", request.tokenizer)]
     named += [("baseline", path) for path in request.baselines] + [("log", path) for path in request.logs]
     for what, path in named:
-        if path is not None and not path.exists():
+        if path is not None and not _exists(path):
             raise ProbeError(f"cannot read the {what} {path}", "there is no such file or folder", _siblings(path))
     return request.ckpt, request.batch
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name longer than the file system allows, before Python 3.14
+        return False
 
 
 def _siblings(path: Path) -> str:
@@ -192,10 +201,16 @@ def choose_device(name: str) -> str:
 def _learning_rate(
     request: Request, log: LogFacts | None, optimizer: Mapping[str, Any] | None
 ) -> tuple[float | None, tuple[str, ...]]:
-    """As given, else as logged at the step, else the largest of the stored optimizer's groups."""
+    """As given, else as logged at the step, else the largest of the stored optimizer's groups.
+
+    Raises:
+        ProbeError: for a given rate that no step can be taken with.
+    """
     if request.lr is not None:
+        if not 0.0 <= request.lr <= LARGEST_RATE:
+            raise ProbeError("cannot use the learning rate", f"it is {request.lr:g}", "give the rate of the run's step")
         return request.lr, ()
-    if log is not None and log.logged_lr is not None and math.isfinite(log.logged_lr):
+    if log is not None and log.logged_lr is not None and 0.0 <= log.logged_lr <= LARGEST_RATE:
         return log.logged_lr, (f"learning rate {log.logged_lr:g}, as logged at the step",)
     stored = max(_group_rates(optimizer), default=None)
     if stored is None:
@@ -211,7 +226,7 @@ def _group_rates(optimizer: Mapping[str, Any] | None) -> Iterator[float]:
         rate = group.get("lr") if isinstance(group, Mapping) else None
         if isinstance(rate, Tensor) and rate.numel() == 1:  # fused and compiled optimizers keep it on the device
             rate = rate.item()
-        if isinstance(rate, (int, float)) and math.isfinite(rate):
+        if isinstance(rate, (int, float)) and 0.0 <= rate <= LARGEST_RATE:
             yield float(rate)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 
 import pytest
 import torch
@@ -176,6 +177,12 @@ def test_files_without_weights(tmp_path, saved):
     with pytest.raises(ProbeError, match="cannot find a model's weights") as caught:
         read_checkpoint(tmp_path / "x.pt")
     assert caught.value.exit_code == 3
+
+
+def test_a_pipe_is_no_checkpoint(tmp_path):
+    os.mkfifo(tmp_path / "model.pt")
+    with pytest.raises(ProbeError, match="neither a regular file nor a folder"):
+        read_checkpoint(tmp_path / "model.pt")
 
 
 def test_folders_without_a_checkpoint(tmp_path):

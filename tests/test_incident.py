@@ -270,6 +270,18 @@ def test_a_missing_input_is_named_before_anything_is_read(folder, name):
     assert "batch.pt" in caught.value.hint
 
 
+def test_a_name_that_no_file_system_allows_is_a_missing_file(folder):
+    write(folder, {**FULL, "batch": "b" * 5000})
+    with pytest.raises(ProbeError, match="cannot read the batch"):
+        load_incident(request_from_folder(folder))
+
+
+@pytest.mark.parametrize("lr", [1e308, float("nan"), float("inf"), -1.0])
+def test_a_learning_rate_that_no_step_can_be_taken_with_is_refused(folder, lr):
+    with pytest.raises(ProbeError, match="cannot use the learning rate"):
+        load_incident(request_from_folder(folder, Request(lr=lr)))
+
+
 @pytest.mark.parametrize("lacking", ["ckpt", "batch"])
 def test_both_a_checkpoint_and_a_batch_are_needed(folder, lacking):
     write(folder, {key: value for key, value in FULL.items() if key != lacking})

@@ -53,6 +53,10 @@ def _formats() -> list[Any]:
 def _only_file_in(folder: Path) -> Checkpoint:
     if not folder.exists():
         raise ProbeError(f"cannot read {folder}", "there is no such file or folder", "check the path")
+    if not folder.is_dir():
+        raise ProbeError(
+            f"cannot read {folder}", "it is neither a regular file nor a folder", "give a saved checkpoint"
+        )
     files = sorted(
         file
         for file in folder.iterdir()
