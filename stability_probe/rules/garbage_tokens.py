@@ -29,6 +29,11 @@ THRESHOLDS = {
         3.0, "nats over the median of the other rows", "rare languages cost 2.7 nats more than a model's own text",
         "the same measurement; rows of one domain differ by under 1 nat",
     ),
+    "token_spread": Threshold(
+        3.0, "nats", "single tokens differ by this much, so a row with few targets must stand out by four standard "
+        "errors: 12 nats with one target, 4.2 with eight, no more than above from 16 on",
+        "a healthy tiny decoder: one target of 9.8 nats, the other rows' median at 6.1 of 6.5 = ln V",
+    ),
 }  # fmt: skip
 
 PAGE = Page(
@@ -67,8 +72,15 @@ def _unpredictable(m: Measurements, t: dict[str, Threshold]) -> list[Record]:
     """Rows that cost as much as noise, while the rest of the batch does not."""
     table = [row for row in records(m.rows) if is_number(row["loss"])]
     usual = median(row["loss"] for row in table)
-    limit = max(t["noise"].value * math.log(m.vocab_size), usual + t["over_others"].value)
-    noisy = [row for row in table if row["loss"] >= limit]
+    noise = t["noise"].value * math.log(m.vocab_size)
+    if not usual < noise:
+        return []
+
+    def stands_out(row: Record) -> bool:
+        error = t["token_spread"].value / math.sqrt(max(row["valid_targets"], 1))
+        return bool(row["loss"] >= max(noise, usual + max(t["over_others"].value, 4 * error)))
+
+    noisy = [row for row in table if stands_out(row)]
     return noisy if 2 * len(noisy) < len(table) else []
 
 
@@ -121,6 +133,21 @@ RULE = Rule(
         Case("a row that does not survive decoding", {"rows": _cases.rows({1: _garbage(1.0)})}, True),
         Case("a row of noise that only the loss shows", {"rows": _cases.rows({1: {"loss": 7.8, "cosine": 0.0}})}, True),
         Case("near miss: a rare language at 5.7 nats", {"rows": _cases.rows({1: {"loss": 5.7}})}, False),
+        Case(
+            "near miss: one answer of two tokens, both improbable",
+            {"rows": _cases.rows({1: {"loss": 8.3, "valid_targets": 2}})},
+            False,
+        ),
+        Case(
+            "near miss: the model is broken, and one row costs even more than the others",
+            {
+                "rows": _cases.rows(
+                    {0: {"loss": 1900.0}, 1: {"loss": 2260.0}, 2: {"loss": 1880.0}, 3: {"loss": 1910.0}}
+                ),
+                "loss": 1980.0,
+            },
+            False,
+        ),
         Case(
             "near miss: every row costs as much as noise",
             {"rows": _cases.rows({row: {"loss": 7.5} for row in range(4)}), "loss": 7.5},
