@@ -114,7 +114,7 @@ def poorest_window(ids_BW: NDArray[np.int32], lengths_B: NDArray[np.int64]) -> t
     """
     B, W = ids_BW.shape
     stride = 8 if W < 1024 else WINDOW
-    if W < WINDOW:
+    if B == 0 or W < WINDOW:
         return np.zeros((B, 0), np.int64), stride
     grid = np.lib.stride_tricks.sliding_window_view(ids_BW, WINDOW, axis=1)[:, ::stride]
     # Half as many bytes sort faster; fillers are negative, so padded rows keep the wider type.
