@@ -340,11 +340,12 @@ def _weight(status: Status, item: Judged) -> tuple[float, float, float]:
     return (_STRENGTH[status], item.explained or 0.0, item.suspect.strength)
 
 
-def _sort_key(status: Status, item: Judged, order: dict[str, int]) -> tuple[float, float, float]:
+def _sort_key(status: Status, item: Judged, order: dict[str, int]) -> tuple[bool, int, int, int]:
     share = 1.0 if status == "decisive" else item.explained or 0.0
     band = math.floor((1.0 - share) / TIE + 1e-9)
     strength = 3 if status in ("decisive", "confirmed") else _STRENGTH[status]
-    return (item.suspect.last_resort - strength, band, order.get(item.suspect.cause, 9999))
+    # A statement about the batch never hides a defect, not even a latent one.
+    return (item.suspect.last_resort, -strength, band, order.get(item.suspect.cause, 9999))
 
 
 def _ranked(suspect: Suspect, status: Status, explained: float | None) -> Ranked:
@@ -370,7 +371,7 @@ def verdict_of(
     first, suspect = ranked[0]
     pages = {rule.slug: rule.page for rule in rules}
     remedies = suspect.remedies or (pages[first.cause].remedies if first.cause in pages else ())
-    others = tuple(replace(e, why_not_first=_why_not_first(e, first)) for e in entries[1:])
+    others = tuple(replace(e, why_not_first=_why_not_first(e, who, first)) for e, who in ranked[1:])
     return Verdict(
         cause=first.cause,
         status=first.status,
@@ -382,7 +383,9 @@ def verdict_of(
     )
 
 
-def _why_not_first(entry: Ranked, first: Ranked) -> str:
+def _why_not_first(entry: Ranked, suspect: Suspect, first: Ranked) -> str:
+    if suspect.last_resort:
+        return "a statement about the batch: it never stands before a defect"
     if entry.status == "latent":
         return "dangerous, but this batch shows no excess that it would explain"
     if entry.explained is None:

@@ -140,6 +140,8 @@ def test_a_statement_about_the_batch_counts_only_where_nothing_else_explains():
     rows = Judged(suspect("repeated-tokens"), 0.6, ())
     assert [entry.cause for entry, _ in rank([shift, rows], ORDER)] == ["repeated-tokens"]
     assert [entry.cause for entry, _ in rank([shift], ORDER)] == ["data-shift"]
+    head = Judged(suspect("attention-logit-growth", latent=True), None, ())
+    assert [entry.cause for entry, _ in rank([shift, head], ORDER)] == ["attention-logit-growth", "data-shift"]
 
 
 @pytest.mark.parametrize(
