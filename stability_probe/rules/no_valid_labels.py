@@ -62,10 +62,13 @@ def _logged_nan(m: Measurements) -> bool:
 
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     table = records(m.rows)
+    # Targets outside the vocabulary were taken out before the replay: such rows belong to token-id-out-of-range.
+    taken_out = {row for row, _, _ in m.bad_ids}
     # A row of nothing but padding has no tokens left; a row of one token never had a target.
     empty = [
         row for row in table
         if row["valid_targets"] <= t["targets"].value
+        and int(row["row"]) not in taken_out
         and (row["tokens"] == 0 or row["tokens"] >= t["shortest_row"].value)
     ]  # fmt: skip
     if not empty:
@@ -94,7 +97,8 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
                 ),
                 Evidence("rows without a target", len(empty), f"of {len(table)}"),
             ),
-            plans=drop_plan(m, empty),
+            # The replay divides by the global count, so it cannot contradict a NaN that the run has logged.
+            plans=() if _logged_nan(m) else drop_plan(m, empty),
             strength=float(len(empty)),
             measures=("nonfinite", "loss"),
             decisive=not filler,
@@ -127,6 +131,11 @@ RULE = Rule(
             "a row of nothing but padding",
             {"rows": _cases.rows({3: {"valid_targets": 0, "tokens": 0, "loss": _cases.NAN}})},
             True,
+        ),
+        Case(
+            "near miss: a row without targets because its ids are outside the vocabulary",
+            {"rows": _cases.rows({2: {"valid_targets": 0, "loss": _cases.NAN}}), "bad_ids": [(2, 0, 65000)]},
+            False,
         ),
         Case("near miss: a single target is left", {"rows": _cases.rows({2: {"valid_targets": 1}})}, False),
         Case(
