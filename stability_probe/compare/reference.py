@@ -142,7 +142,7 @@ class ReferencePass:
             for precision, (fmt, _, scaled) in self.formats.items():
                 self.activation_range.setdefault((precision, call.name), Range()).add(outputs[0], fmt, scaled)
         if outputs[0].requires_grad and (call.name in self.subject.anatomy.blocks or call.depth == 0):
-            self._hook_gradient(call, outputs[0])
+            self._hook_gradient(call.name, self.watcher.seed(call, 0, 0), outputs[0])
 
     def source(self, name: str) -> str:
         """The module whose output `name` returns: mostly itself."""
@@ -150,15 +150,15 @@ class ReferencePass:
             name = self.handed_on[name]
         return name
 
-    def _hook_gradient(self, call: Call, values: Tensor) -> None:
-        seed = self.watcher.seed(call, 0, 0)
-        is_block = call.name in self.subject.anatomy.blocks
+    def _hook_gradient(self, name: str, seed: int, values: Tensor) -> None:
+        # The hook must not hold the call: its output holds the hook, and the circle would keep the whole graph alive.
+        is_block = name in self.subject.anatomy.blocks
 
         @without_modes
         def hook(grad: Tensor) -> None:
             with torch.no_grad():
                 if is_block:
-                    self.gradients.setdefault(call.name, Fingerprint()).add(sketch(grad, seed), grad)
+                    self.gradients.setdefault(name, Fingerprint()).add(sketch(grad, seed), grad)
                 self.measure_gradient(grad)
 
         values.register_hook(hook)

@@ -141,7 +141,7 @@ class RoundingTap:
         if not handed_on:
             self._measure(statistics, call, outputs[0])
         if call.name in self.subject.anatomy.blocks and outputs[0].requires_grad:
-            self._hook_gradient(call, outputs[0])
+            self._hook_gradient(call.name, self.watcher.seed(call, 0, 0), outputs[0])
         self.backward.follow(call, self.watcher)
         if call.name not in self.failed:
             try:
@@ -166,13 +166,11 @@ class RoundingTap:
             blameless = any(bool(t.isnan().any()) for t in given) and self.watcher.stack
             self.first_nonfinite = self.watcher.stack[-1].name if blameless else call.name
 
-    def _hook_gradient(self, call: Call, values: Tensor) -> None:
-        seed = self.watcher.seed(call, 0, 0)
-
+    def _hook_gradient(self, name: str, seed: int, values: Tensor) -> None:
         @without_modes
         def hook(grad: Tensor) -> None:
             with torch.no_grad():
-                self.gradients.setdefault(call.name, Fingerprint()).add(sketch(grad, seed), grad)
+                self.gradients.setdefault(name, Fingerprint()).add(sketch(grad, seed), grad)
 
         values.register_hook(hook)
 
