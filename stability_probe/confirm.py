@@ -341,7 +341,9 @@ def _weight(status: Status, item: Judged) -> tuple[float, float, float]:
 
 
 def _sort_key(status: Status, item: Judged, order: dict[str, int]) -> tuple[bool, int, int, int]:
-    share = 1.0 if status == "decisive" else item.explained or 0.0
+    # What is certain but, tried, explains nothing of the excess goes behind the cause that does.
+    certain = status == "decisive" and item.explained is None
+    share = 1.0 if certain else item.explained or 0.0
     band = math.floor((1.0 - share) / TIE + 1e-9)
     strength = 3 if status in ("decisive", "confirmed") else _STRENGTH[status]
     # A statement about the batch never hides a defect, not even a latent one.

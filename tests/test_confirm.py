@@ -128,6 +128,14 @@ def test_a_larger_share_goes_before_a_higher_cause():
     assert [entry.cause for entry, _ in rank(judged, ORDER)] == ["repeated-tokens", "corrupt-weights"]
 
 
+def test_what_is_certain_but_explains_nothing_goes_behind_the_cause_that_does():
+    empty_row = Judged(suspect("no-valid-labels", decisive=True), 0.0, ())
+    garbage = Judged(suspect("garbage-tokens"), 0.98, ())
+    assert [entry.cause for entry, _ in rank([empty_row, garbage], ORDER)] == ["garbage-tokens", "no-valid-labels"]
+    untried = Judged(suspect("no-valid-labels", decisive=True), None, ())
+    assert rank([untried, garbage], ORDER)[0][0].cause == "no-valid-labels"
+
+
 def test_a_confirmed_cause_outranks_a_latent_one_and_a_latent_one_outranks_none():
     latent = Judged(suspect("attention-logit-growth", latent=True), None, ())
     confirmed = Judged(suspect("repeated-tokens"), 0.9, ())
