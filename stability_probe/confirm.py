@@ -44,6 +44,8 @@ TELLING = 0.5
 # From this share on a cause leaves nothing for the ones below it.
 SETTLED_SHARE = 0.9
 SETTLED = "not tried: a cause that stands higher already explains the loss"
+# A step's batch has more targets than this: a saved batch with fewer (masked prompts, short rows) has larger gradients.
+FEW_TARGETS = 256
 # The most interventions that are replayed for one rule: the strongest suspects come first.
 TRIALS_PER_RULE = 4
 
@@ -423,12 +425,15 @@ def unexplained_excess(bench: Bench) -> str:
             return f"The replayed loss, {m.loss:.3f} nats, stands above the log's usual {usual:.3f}"
     if m.loss > math.log(m.vocab_size) + 0.5:
         return f"The loss, {m.loss:.3f} nats, is worse than guessing (ln V = {math.log(m.vocab_size):.2f})"
-    for name, value, reference in (
-        ("log's usual", m.global_grad_norm, m.log.usual_grad_norm if m.log else None),
-        ("baseline batch's", m.global_grad_norm, m.baseline_grad_norm),
+    targets = bench.trace.valid_targets
+    for name, reference, of_targets in (
+        ("log's usual", m.log.usual_grad_norm if m.log else None, FEW_TARGETS),
+        ("baseline batch's", m.baseline_grad_norm, bench.healthy[1].valid_targets if bench.healthy else FEW_TARGETS),
     ):
-        if reference and value > 10 * reference:
-            return f"The gradient norm, {value:.3g}, is over ten times the {name} {reference:.3g}"
+        # Over few targets a gradient is mostly noise, which falls with the square root of their number.
+        usual_noise = math.sqrt(max(of_targets / max(targets, 1), 1.0))
+        if reference and m.global_grad_norm > 10 * usual_noise * reference:
+            return f"The gradient norm, {m.global_grad_norm:.3g}, is over ten times the {name} {reference:.3g}"
     before = readings_before(bench)
     if before.get("precision_gap", 0.0) > 4 * PRECISION_NOISE:
         return f"bf16 moves the loss of a token by {before['precision_gap']:.3f} nats on average"

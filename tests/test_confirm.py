@@ -35,8 +35,8 @@ ORDER = {rule.slug: rule.order for rule in RULES}
 def bench_of(trace_loss=None, **tables):
     measurements = measurements_from(tables)
     loss = measurements.loss if trace_loss is None else trace_loss
-    trace = SimpleNamespace(loss=loss, global_grad_norm=measurements.global_grad_norm, valid_targets=100)
-    return SimpleNamespace(measurements=measurements, trace=trace)
+    trace = SimpleNamespace(loss=loss, global_grad_norm=measurements.global_grad_norm, valid_targets=400)
+    return SimpleNamespace(measurements=measurements, trace=trace, healthy=None)
 
 
 def suspect(cause="corrupt-weights", **changes):
@@ -183,6 +183,14 @@ def test_an_excess_that_nothing_explains_is_said():
     bench = bench_of(loss=6.0, trace_loss=6.0, log={"usual_loss": 3.4, "step": 10, "loss_spread": 0.05})
     assert "above the log's usual" in unexplained_excess(bench)
     assert verdict_of([], [], RULES, bench, []).cause == "unexplained"
+
+
+def test_few_targets_have_large_gradients():
+    """Healthy tiny Llama: 23.1 over 8 targets, 1.3 is usual over 256."""
+    bench = bench_of(global_grad_norm=23.1, log=dataclasses.asdict(LogFacts(step=3, usual_grad_norm=1.32)))
+    assert "over ten times" in unexplained_excess(bench)
+    bench.trace.valid_targets = 8
+    assert unexplained_excess(bench) == ""
 
 
 def test_a_latent_danger_does_not_hide_an_unexplained_excess():
