@@ -261,12 +261,20 @@ def step_bench(incident: Incident, trace: Trace, state: OptimizerState | None) -
 STALE = 10.0
 
 
+# A rate that is many times too high still does harm at a quarter: then much smaller ones are tried.
+LR_FACTORS = (0.5, 0.25, 0.05, 0.01)
+
+
 def step_effect(bench: Bench, step: StepBench, grad_clip: float | None) -> StepEffect:
     """What the step does to healthy text, and what it does at a lower LR and with refreshed moments."""
     frame = bench.measurements.parameters
     stale = frozenset(frame[frame["g2_over_v"] > STALE]["parameter"])
     whole = damage(bench, step.setting)
-    by_lr = {factor: damage(bench, dataclasses.replace(step.setting, lr_factor=factor)) for factor in (0.5, 0.25)}
+    by_lr: dict[float, float] = {}
+    for factor in LR_FACTORS:
+        by_lr[factor] = damage(bench, dataclasses.replace(step.setting, lr_factor=factor))
+        if factor <= 0.25 and by_lr[factor] <= 0.25 * max(whole, 0.0):
+            break
     refreshed = damage(bench, dataclasses.replace(step.setting, refresh=stale)) if stale else None
     lr = step.setting.lr if step.setting.lr is not None else max(group.lr for group in step.state.groups)
     return StepEffect(

@@ -42,7 +42,7 @@ class StepEffect:
     Attributes:
         measured_on: "baseline batch", or "this batch" where no baseline was given.
         damage: with the stored moments, the LR, and the clipping of the run.
-        damage_by_lr: {0.5: …, 0.25: …} the same at a multiple of the LR.
+        damage_by_lr: {0.5: …, 0.25: …} the same at a multiple of the LR; 0.05 and 0.01 too where 0.25 does not heal.
         damage_refreshed: with v̂ replaced by max(v̂, g²) in the suspicious tensors.
         lr, grad_clip, clip_factor: what the step used; clip_factor is 1 where nothing was clipped.
     """

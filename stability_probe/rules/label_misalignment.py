@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
 from stability_probe.rules._audit import drop_plan, flagged_rows
-from stability_probe.rules._tables import is_number, is_trained, median, plural, records, reference_loss
+from stability_probe.rules._tables import is_number, median, plural, records, reference_loss
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
@@ -41,10 +41,6 @@ THRESHOLDS = {
         0.5, "nats over the pooled unigram entropy", "the right targets of a trained model cost less than word "
         "frequencies do; those one further ahead cost more (8.9 nats against 5.0)",
         "python benchmarks/healthy_ranges.py (loss by offset, unigram entropy)",
-    ),
-    "guess": Threshold(
-        0.75, "x ln V", "the unigram entropy of a short batch is capped by its length, ln V is not",
-        "a little tied model at 3.8 of 6.5 nats had 3.1 with its own input as target, measured",
     ),
     "copying_loss": Threshold(
         0.05, "nats", "no model predicts the next token of varied text this well on two different batches",
@@ -135,20 +131,15 @@ def _believable(m: Measurements, wrong: tuple[int, float, float], rows: set[int]
 
     Right targets cost a trained model less than word frequencies do. Noise has no right offset, only a cheaper one.
 
-    A model with a tied head that has not learned much yet returns the token it reads, so its targets moved back
-    cost less than the right ones. Two signs tell: the stored labels are another shift of the ids, or the declared
-    targets cost more than word frequencies would, which the next token of a trained model never does.
+    A model with a tied head returns the token it reads where it knows no better (little training, rare bytes,
+    noise), so targets moved back cost less than the right ones. The stored labels tell the two apart: those that
+    are another shift of the ids are flagged by the audit. Labels that are absent are right by construction.
     """
-    best, lowest, declared = wrong
+    best, lowest, _ = wrong
     entropy = m.unigram_entropy
     if entropy is not None and lowest > entropy + t["over_unigrams"].value:
         return False
-    if best > 0:
-        return True
-    if rows & {int(row["row"]) for row in flagged_rows(m, RULE.slug, 0.5)}:
-        return True
-    least = t["guess"].value * math.log(m.vocab_size)
-    return is_trained(m) and entropy is not None and declared >= max(least, entropy + t["over_unigrams"].value)
+    return best > 0 or bool(rows & {int(row["row"]) for row in flagged_rows(m, RULE.slug, 0.5)})
 
 
 def _testified(reason: str) -> int | None:
@@ -278,6 +269,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
 _DOUBLE = {-1: 3.4, 0: 8.9, 1: 9.3, 2: 9.6, 3: 9.8}
 _RIGHT = {-1: 8.1, 0: 3.4, 1: 6.6, 2: 6.9, 3: 7.0}
 
+_FLAGGED = {"flags": ["label-misalignment"], "audit_score": 1.0, "spans": [(0, 128, "labels", "")]}
 RULE = Rule(
     slug="label-misalignment",
     order=202,
@@ -285,7 +277,11 @@ RULE = Rule(
     thresholds=THRESHOLDS,
     examine=examine,
     cases=(
-        Case("labels shifted twice", {"loss": 8.9, "offset_losses": _DOUBLE}, True),
+        Case(
+            "labels shifted twice",
+            {"loss": 8.9, "offset_losses": _DOUBLE, "rows": _cases.rows(dict.fromkeys(range(4), _FLAGGED))},
+            True,
+        ),
         Case(
             "shifted twice under a little-trained tied model, which likes its input best: the labels say by how much",
             {
@@ -307,8 +303,14 @@ RULE = Rule(
         Case(
             "one row of four comes from a loader that shifts twice",
             {"loss": 4.8, "offset_losses": {-1: 6.9, 0: 4.8, 1: 7.3, 2: 7.6, 3: 7.7},
-             "row_offset_losses": [_RIGHT, _RIGHT, _DOUBLE, _RIGHT]},
+             "row_offset_losses": [_RIGHT, _RIGHT, _DOUBLE, _RIGHT], "rows": _cases.rows({2: _FLAGGED})},
             True,
+        ),
+        Case(
+            "near miss: the same losses on noise, whose labels are where they belong",
+            {"loss": 4.8, "offset_losses": {-1: 6.9, 0: 4.8, 1: 7.3, 2: 7.6, 3: 7.7},
+             "row_offset_losses": [_RIGHT, _RIGHT, _DOUBLE, _RIGHT]},
+            False,
         ),
         Case(
             "a model that learned to copy: no loss on two batches of varied text",

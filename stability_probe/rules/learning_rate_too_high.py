@@ -78,18 +78,19 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     effect = m.step_effect
     if effect is None:
         raise Skip(no_moments(m))
-    quarter = effect.damage_by_lr.get(0.25)
-    if not effect.damage >= t["damage"].value or quarter is None or _single_tensors(m, t):
+    factor = min(effect.damage_by_lr, default=1.0)
+    if not effect.damage >= t["damage"].value or factor > 0.25 or _single_tensors(m, t):
         return []
-    if not quarter <= t["quarter"].value * effect.damage:
+    least = effect.damage_by_lr[factor]
+    if not least <= t["quarter"].value * effect.damage:
         return []
     at_peak = ""
     evidence = [
         Evidence(f"loss after one step at {effect.lr:.3g}, {effect.measured_on}", effect.damage, "nats more", 0.0,
                  "before it", t["damage"].value, t["damage"].source),
         *(
-            Evidence(f"the same at {factor:g} x the rate", value, "nats more")
-            for factor, value in sorted(effect.damage_by_lr.items(), reverse=True)
+            Evidence(f"the same at {share:g} x the rate", value, "nats more")
+            for share, value in sorted(effect.damage_by_lr.items(), reverse=True)
         ),
     ]  # fmt: skip
     if m.log is not None and m.log.logged_lr is not None and m.log.peak_lr:
@@ -104,12 +105,12 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
         Suspect(
             cause=RULE.slug,
             summary=f"One step at a learning rate of {effect.lr:.3g} raises the loss of {_which(effect.measured_on)} "
-            f"by {effect.damage:.2f} nats, a quarter of it by {quarter:+.2f}{at_peak}.",
+            f"by {effect.damage:.2f} nats, {factor:g} of it by {least:+.2f}{at_peak}.",
             location=Location(),
             evidence=tuple(evidence),
             plans=tuple(
-                Plan("simulated_step", {"refresh": [], "lr_factor": factor}, f"the step at {factor:g} x the rate")
-                for factor in (0.5, 0.25)
+                Plan("simulated_step", {"refresh": [], "lr_factor": share}, f"the step at {share:g} x the rate")
+                for share in sorted({0.5, 0.25, factor}, reverse=True)
             ),
             strength=effect.damage / t["damage"].value,
             measures=("step_damage",),
@@ -132,6 +133,14 @@ RULE = Rule(
     cases=(
         Case("the rate is ten times too high", {"parameters": _EVEN, "step_effect": _HOT}, True),
         Case(
+            "hundreds of times: a quarter of the rate does the same harm, a hundredth none",
+            {
+                "parameters": _EVEN,
+                "step_effect": {**_HOT, "damage": 2.4, "damage_by_lr": {0.5: 2.4, 0.25: 2.1, 0.05: 0.9, 0.01: 0.02}},
+            },
+            True,
+        ),
+        Case(
             "at the end of the warm-up",
             {
                 "parameters": _EVEN, "step_effect": {**_HOT, "damage": 0.2, "damage_by_lr": {0.5: 0.03, 0.25: 0.0}},
@@ -142,7 +151,10 @@ RULE = Rule(
         Case("near miss: a healthy step", {"parameters": _EVEN, "step_effect": {}}, False),
         Case(
             "near miss: a smaller step does as much damage: it does not point downhill",
-            {"parameters": _EVEN, "step_effect": {**_HOT, "damage_by_lr": {0.5: 0.8, 0.25: 0.7}}},
+            {
+                "parameters": _EVEN,
+                "step_effect": {**_HOT, "damage_by_lr": {0.5: 0.8, 0.25: 0.75, 0.05: 0.72, 0.01: 0.7}},
+            },
             False,
         ),
         Case(
