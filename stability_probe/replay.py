@@ -26,6 +26,8 @@ from stability_probe.taps.activations import ActivationTap, OutputStatistics, fi
 from stability_probe.taps.attention import AttentionTap, HeadStatistics
 from stability_probe.taps.gradients import GradientTap
 
+# What forwards call the token ids where these are not their first parameter.
+IDS_NAMES = ("input_ids", "idx", "tokens")
 OFFSETS = (-2, -1, 0, 1, 2, 3)
 # Rounding of the logits is looked at where bf16's spacing there is 0.5 or more (2⁶ and up: 8 significant bits).
 COARSE_LOGIT = 64.0
@@ -39,7 +41,7 @@ class Subject:
 
     Attributes:
         takes: names of the forward's parameters that the replay fills besides the ids.
-        ids_name: name of the forward's first parameter; ids go there by position.
+        ids_name: the keyword that the ids are passed by; None where they are the first argument.
     """
 
     module: nn.Module
@@ -47,12 +49,22 @@ class Subject:
     device: torch.device
     takes: frozenset[str]
     is_transformers: bool
+    ids_name: str | None = None
 
     @classmethod
     def of(cls, module: nn.Module, device: str = "cpu") -> Subject:
         parameters = list(inspect.signature(module.forward).parameters)
         is_transformers = any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
-        return cls(module, dissect(module), torch.device(device), frozenset(parameters[1:]), is_transformers)
+        by_name = next((name for name in IDS_NAMES if name in parameters), None)
+        first = parameters[0] if parameters else None
+        ids_name = by_name if by_name != first or _keyword_only(module, by_name) else None
+        takes = frozenset(parameters) - {ids_name or first}
+        return cls(module, dissect(module), torch.device(device), takes, is_transformers, ids_name)
+
+
+def _keyword_only(module: nn.Module, name: str | None) -> bool:
+    parameter = inspect.signature(module.forward).parameters.get(name or "")
+    return parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
 
 
 @dataclass
@@ -172,7 +184,7 @@ def replay(
                 _replay_rows(subject, batch, rows, trace, taps, change_logits)
             except ProbeError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise _failed(error, rows, precision, T, position_limit(subject.module)) from error
             advance(len(rows))
     trace.seconds = time.perf_counter() - started
@@ -287,13 +299,23 @@ def forward(
         for name in ("targets", "labels"):
             if name in subject.takes:
                 keywords[name] = targets_BT.clamp_min(0).to(device)
-    logits = first_tensor(subject.module(ids_BT.to(device), **keywords))
+    positional = () if subject.ids_name else (ids_BT.to(device),)
+    if subject.ids_name:
+        keywords[subject.ids_name] = ids_BT.to(device)
+    logits = first_tensor(subject.module(*positional, **keywords))
     if logits is None or logits.dim() != 3 or logits.shape[:2] != ids_BT.shape:
         shape = None if logits is None else tuple(logits.shape)
         raise ProbeError(
             "cannot replay this model",
             f"its forward returned logits of shape {shape} for ids of shape {tuple(ids_BT.shape)}",
             "return logits of shape (rows, positions, vocabulary), or (logits, loss), or an object with .logits",
+            REPLAY_FAILED,
+        )
+    if int(targets_BT.max()) >= logits.shape[-1]:  # on a GPU this would end the process's use of it
+        raise ProbeError(
+            "cannot compute the loss of this model",
+            f"token {int(targets_BT.max())} is a target, and its head gives {logits.shape[-1]} logits a position",
+            "check that the head has a row for every row of the embedding",
             REPLAY_FAILED,
         )
     return logits
@@ -385,7 +407,7 @@ def position_limit(module: nn.Module) -> int | None:
     return None
 
 
-def _failed(error: Exception, rows: range, precision: str, T: int, limit: int | None) -> ProbeError:
+def _failed(error: BaseException, rows: range, precision: str, T: int, limit: int | None) -> ProbeError:
     where = f"row {rows.start}" if len(rows) == 1 else f"rows {rows.start}–{rows.stop - 1}"
     problem = f"the replay failed in {precision} on {where}"
     if limit is not None and limit < T:

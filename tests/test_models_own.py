@@ -231,6 +231,15 @@ def test_functions_are_called_by_what_they_take(tmp_path, function):
     assert (loaded.source, loaded.name, loaded.vocab_size) == ("function", "NanoGPT", 11)
 
 
+@pytest.mark.parametrize("wrap", ["torch.compile", "torch.nn.DataParallel"])
+def test_a_wrapped_model_is_taken_out_of_its_wrapper(tmp_path, wrap):
+    """Wrappers hide the forward's signature: the mask of left padding would not reach the model."""
+    made = f"import torch\ndef wrapped(config): return {wrap}(with_config(config))\n"
+    (tmp_path / "mine.py").write_text(FILE + made)
+    loaded = load_model(ckpt(tmp_path, nanogpt()), f"{tmp_path}/mine.py:wrapped")
+    assert type(loaded.module).__name__ == "NanoGPT" and not loaded.keys.missing
+
+
 def test_a_class_in_a_module_of_the_working_folder(tmp_path, monkeypatch):
     (tmp_path / "probe_test_module.py").write_text("import probe_test_sibling as s\nclass Net(s.Base): pass\n")
     (tmp_path / "probe_test_sibling.py").write_text(

@@ -220,6 +220,49 @@ def test_targets_are_passed_to_models_that_need_them():
     assert math.isfinite(trace.loss)
 
 
+class Little(nn.Module):
+    def __init__(self, head=61, sparse=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(61, 8, sparse=sparse), nn.Linear(8, head)
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+class ByKeyword(Little):
+    def forward(self, *, input_ids):
+        return super().forward(input_ids)
+
+
+class Second(Little):
+    def forward(self, past=None, idx=None):
+        return super().forward(idx)
+
+
+class Quits(Little):
+    def forward(self, ids):
+        raise SystemExit(7)
+
+
+@pytest.mark.parametrize("kind", [ByKeyword, Second])
+def test_ids_go_to_the_parameter_that_is_named_after_them(kind):
+    want = replay(Subject.of(Little()), batch_of()).token_loss_BT
+    assert torch.equal(replay(Subject.of(kind()), batch_of()).token_loss_BT, want)
+
+
+def test_sparse_gradients_are_gradients():
+    dense, sparse = (replay(Subject.of(Little(sparse=sparse)), batch_of()) for sparse in (False, True))
+    assert sparse.global_grad_norm == pytest.approx(dense.global_grad_norm)
+
+
+@pytest.mark.parametrize(("model", "why"), [(Quits(), "SystemExit"), (Little(head=7), "7 logits")])
+def test_a_model_that_exits_or_has_too_small_a_head_is_a_three_part_error(model, why):
+    with pytest.raises(ProbeError) as caught:
+        replay(Subject.of(model), batch_of())
+    assert caught.value.exit_code == REPLAY_FAILED and why in caught.value.why
+
+
 def test_head_table_has_one_line_per_head():
     subject = Subject.of(decoder("llama"))
     table = head_table(subject, replay(subject, batch_of()))

@@ -62,7 +62,15 @@ def build(spec: str, config: Mapping[str, Any]) -> nn.Module:
     if not isinstance(module, nn.Module):
         why = f"it returned {type(module).__name__}, not an nn.Module"
         raise ProbeError(f"cannot use --model {spec}", why, "return the model itself")
-    return module
+    return _unwrapped(module)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside torch.compile and DataParallel wrappers, which hide its forward's signature and its parts."""
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return _unwrapped(module.module)
+    inner = getattr(module, "_orig_mod", None)
+    return _unwrapped(inner) if isinstance(inner, nn.Module) else module
 
 
 def _told(error: BaseException) -> str:

@@ -53,6 +53,8 @@ class GradientTap:
             parameter.grad = None
             if grad is None:
                 return
+            if grad.layout != torch.strided:  # nn.Embedding(sparse=True)
+                grad = grad.to_dense()
             square = torch.linalg.vector_norm(grad, dtype=torch.float32).double().square()
             self.row_square[self.row] = self.row_square.get(self.row, torch.zeros_like(square)) + square
             piece = sketch(grad, seed=index)
