@@ -46,6 +46,8 @@ SETTLED_SHARE = 0.9
 SETTLED = "not tried: a cause that stands higher already explains the loss"
 # A step's batch has more targets than this: a saved batch with fewer (masked prompts, short rows) has larger gradients.
 FEW_TARGETS = 256
+# Nats by which the losses of single tokens differ.
+TOKEN_SPREAD = 3.0
 # The most interventions that are replayed for one rule: the strongest suspects come first.
 TRIALS_PER_RULE = 4
 
@@ -421,7 +423,9 @@ def unexplained_excess(bench: Bench) -> str:
     usual = m.log.usual_loss if m.log else None
     if usual is not None:
         spread = (m.log.loss_spread if m.log else None) or 0.0
-        if m.loss - usual > max(0.5, 6 * spread):
+        # A step's mean is over many targets; over a few it differs by two of its standard errors without a cause.
+        chance = 2 * TOKEN_SPREAD / math.sqrt(max(bench.trace.valid_targets, 1))
+        if m.loss - usual > max(0.5, 6 * spread, chance):
             return f"The replayed loss, {m.loss:.3f} nats, stands above the log's usual {usual:.3f}"
     if m.loss > math.log(m.vocab_size) + 0.5:
         return f"The loss, {m.loss:.3f} nats, is worse than guessing (ln V = {math.log(m.vocab_size):.2f})"
