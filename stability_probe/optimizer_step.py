@@ -78,7 +78,13 @@ def adamw_update(
     if refresh:
         v_hat = torch.maximum(v_hat, grad * grad)
     denominator = v_hat.sqrt_().add_(group.eps)
-    return mean.div_(1 - beta1**t).div_(denominator).mul_(-lr).sub_(weight, alpha=lr * group.weight_decay)
+    lr, decay = _in_fp32(lr), _in_fp32(lr * group.weight_decay)
+    return mean.div_(1 - beta1**t).div_(denominator).mul_(-lr).sub_(weight, alpha=decay)
+
+
+def _in_fp32(value: float) -> float:
+    """The number as fp32 holds it: torch refuses larger ones, and a stored group may hold anything."""
+    return math.copysign(math.inf, value) if abs(value) > torch.finfo(torch.float32).max else value
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Stored moments under the right names: each parameter's gradient is a number of its own, so a mix-up shows."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -201,3 +202,21 @@ def test_the_optimizer_of_another_model_is_refused_with_advice():
 )
 def test_a_broken_state_dict_is_answered_in_words(raw):
     assert isinstance(name_optimizer_state(raw, nanogpt()), str)
+
+
+@pytest.mark.parametrize("changed", [torch.ones(3), torch.empty(8, device="meta")])
+def test_second_moments_that_do_not_fit_are_answered_in_words(changed):
+    model = nanogpt()
+    saved = stepped(torch.optim.AdamW(model.parameters()), model)
+    for entry in saved["state"].values():
+        entry["exp_avg_sq"] = changed
+    assert isinstance(name_optimizer_state(saved, model), str)
+
+
+@pytest.mark.parametrize("step", [math.nan, math.inf, torch.tensor(math.nan)])
+def test_a_step_that_is_no_number_counts_as_unknown(step):
+    model = nanogpt()
+    saved = stepped(torch.optim.AdamW(model.parameters()), model)
+    for entry in saved["state"].values():
+        entry["step"] = step
+    assert set(name_optimizer_state(saved, model).step.values()) == {0}

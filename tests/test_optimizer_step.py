@@ -90,6 +90,14 @@ def test_the_update_never_passes_its_bound_with_cold_momentum():
     assert torch.allclose(update.abs(), torch.full((3,), 0.1 / math.sqrt(0.05)), rtol=1e-4)
 
 
+@pytest.mark.parametrize("changed", [{"lr": 1e308}, {"weight_decay": 1e308}, {"lr": 1e30, "weight_decay": 1e30}])
+def test_settings_that_fp32_cannot_hold_are_a_step_to_infinity(changed):
+    """Not an error: a stored group may hold anything, and the rest of the report must not suffer."""
+    group = OptimizerGroup(**{**vars(GROUP), **changed})
+    one = torch.ones(2)
+    assert not adamw_update(one, one, one, one, 3, group, lr=group.lr).isfinite().any()
+
+
 def test_clip_factor():
     assert clip_factor(5.0, 1.0) == pytest.approx(0.2)
     assert clip_factor(0.5, 1.0) == 1.0

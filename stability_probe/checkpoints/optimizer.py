@@ -7,6 +7,7 @@ usually hand over their parameters. An order is accepted only when the count and
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -146,17 +147,23 @@ def _written_names(stored: _Stored) -> tuple[list[list[str]], str] | None:
 
 
 def _fits(stored: _Stored, names: list[list[str]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Do the numbers of parameters match, and every moment's shape?"""
+    """Do the numbers of parameters match, and every moment's shape (and is it stored, not on the meta device)?"""
     if [len(group) for group in names] != [len(ids) for ids in stored.ids]:
         return False
     pairs = zip(itertools.chain(*names), itertools.chain(*stored.ids), strict=True)
-    moments = ((name, _first_moment(stored.entries.get(key, {}))) for name, key in pairs)
-    return all(moment is None or tuple(moment.shape) == shapes[name] for name, moment in moments)
+    entries = ((name, stored.entries.get(key, {})) for name, key in pairs)
+    moments = ((name, moment) for name, entry in entries for moment in (_first_moment(entry), entry.get("exp_avg_sq")))
+    return all(
+        tuple(moment.shape) == shapes[name] and not moment.is_meta
+        for name, moment in moments
+        if isinstance(moment, Tensor)
+    )
 
 
 def _step(entry: Mapping[str, Any], group: Mapping[str, Any]) -> int:
     """Updates done: kept by parameter, or by group (apex, DeepSpeed); 0 where neither says."""
-    return int(_number(entry.get("step", group.get("step", 0)), 0))
+    step = _number(entry.get("step", group.get("step", 0)), 0)
+    return int(step) if math.isfinite(step) else 0
 
 
 def _number(value: Any, default: float = _NAN) -> float:
