@@ -179,6 +179,7 @@ def weight_statistics(weight: Tensor) -> dict[str, Any]:
     flat = weight.reshape(-1)
     if flat.numel() == 0:
         return {"numel": 0, "outlier_count": 0, "outlier_indices": [], "nonfinite": 0}
+    flat = flat.abs() if flat.is_complex() else flat
     low, high = (value.item() for value in flat.aminmax())
     absmax = max(abs(low), abs(high)) if low == low else math.nan
     nonfinite = 0 if math.isfinite(absmax) else int((~flat.isfinite()).sum())

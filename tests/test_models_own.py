@@ -42,6 +42,9 @@ def with_two(a, b): return make()
 def fails(config): raise KeyError("no such thing")
 def leaves(): raise SystemExit(2)
 def returns_text(): return "model"
+def is_lazy():
+    import torch
+    return torch.nn.LazyLinear(4)
 def on_meta():
     import torch
     with torch.device("meta"): return make()
@@ -263,6 +266,7 @@ def test_a_class_in_a_module_of_the_working_folder(tmp_path, monkeypatch):
         ("{0}:with_two", "TypeError"),
         ("{0}:returns_text", "not an nn.Module"),
         ("{0}:on_meta", "meta device"),
+        ("{0}:is_lazy", "no shape before the first forward"),
         ("{0}:with_confg", "did you mean with_config"),
         ("{0}:NUMBER", "no function NUMBER"),
         ("{0}", "names no function"),

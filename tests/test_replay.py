@@ -11,7 +11,7 @@ from stability_probe.batches.base import IGNORED, Batch
 from stability_probe.errors import REPLAY_FAILED, ProbeError
 from stability_probe.models.decoder import Decoder, DecoderConfig
 from stability_probe.replay import OFFSETS, Subject, replay, token_losses
-from stability_probe.tables import head_table, module_table, precision_gap, row_gradients
+from stability_probe.tables import head_table, module_table, parameter_table, precision_gap, row_gradients
 
 STYLES = {
     "gpt2": {"bias": True},
@@ -268,3 +268,12 @@ def test_head_table_has_one_line_per_head():
     table = head_table(subject, replay(subject, batch_of()))
     assert list(zip(table["layer"], table["head"], strict=True)) == [(la, h) for la in range(2) for h in range(4)]
     assert table["entropy"].between(0, math.log(17)).all()
+
+
+def test_complex_and_empty_parameters_have_a_line_in_the_table():
+    model = Little()
+    model.phases = nn.Parameter(torch.full((3,), 3 + 4j), requires_grad=False)
+    model.nothing = nn.Parameter(torch.zeros(0))
+    subject = Subject.of(model)
+    table = parameter_table(subject, replay(subject, batch_of()), None, None, None).set_index("parameter")
+    assert table.loc["phases", "absmax"] == 5.0 and table.loc["nothing", "numel"] == 0

@@ -38,6 +38,10 @@ def load(checkpoint: Checkpoint, spec: str) -> LoadedModel:
     if left:
         why = f"it returns a model on the meta device, without memory for {left[0]}"
         raise ProbeError(f"cannot use the model of {spec}", why, "build it on the CPU")
+    lazy = [name for name, item in module.named_parameters() if torch.nn.parameter.is_lazy(item)]
+    if lazy:
+        why = f"{lazy[0]} has no shape before the first forward"
+        raise ProbeError(f"cannot use the model of {spec}", why, "run one forward in the function, or give the sizes")
     keys = fit(module, checkpoint.tensors)
     name = type(module).__name__
     refuse_other_architecture(keys, len(list(module.parameters())), f"{name} of {spec}")
