@@ -11,7 +11,7 @@ from stability_probe.judge import judge, load_rules
 from stability_probe.progress import Progress, Silent
 from stability_probe.replay import Subject
 from stability_probe.report_parts import inputs_of, report_tables
-from stability_probe.schema import Report, plain
+from stability_probe.schema import Report
 
 
 def run(request: Request, progress: Progress | None = None) -> Report:
@@ -51,6 +51,6 @@ def run(request: Request, progress: Progress | None = None) -> Report:
         checklist=checklist.answer(facts),
         replays=tuple(replays),
         interventions=tuple(interventions),
-        tables=plain(report_tables(bench.measurements, incident)),
+        tables=report_tables(bench.measurements, incident),
         notes=(*incident.notes, *incident.model.notes, *incident.checkpoint.notes, *notes),
     )

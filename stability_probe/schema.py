@@ -209,9 +209,9 @@ def report_from_json(data: dict[str, Any]) -> Report:
         ),
         outcomes=tuple(Outcome(**{**item, "evidence": _evidence(item["evidence"])}) for item in data["outcomes"]),
         checklist=tuple(Box(**item) for item in data["checklist"]),
-        replays=tuple(ReplayRecord(**_numbers(item)) for item in data["replays"]),
-        interventions=tuple(InterventionRecord(**_numbers(item)) for item in data["interventions"]),
-        tables={name: [_numbers(row) for row in rows] for name, rows in data["tables"].items()},
+        replays=tuple(ReplayRecord(**numbers(item)) for item in data["replays"]),
+        interventions=tuple(InterventionRecord(**numbers(item)) for item in data["interventions"]),
+        tables={name: [numbers(row) for row in rows] for name, rows in data["tables"].items()},
         notes=tuple(data["notes"]),
     )
 
@@ -219,7 +219,8 @@ def report_from_json(data: dict[str, Any]) -> Report:
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def _numbers(row: dict[str, Any]) -> dict[str, Any]:
+def numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of JSON values with "nan", "inf", "-inf" as numbers again."""
     return {key: _NOT_FINITE.get(item, item) if isinstance(item, str) else item for key, item in row.items()}
 
 
@@ -236,7 +237,7 @@ def _location(data: dict[str, Any]) -> Location:
 
 
 def _evidence(items: list[dict[str, Any]]) -> tuple[Evidence, ...]:
-    return tuple(Evidence(**_numbers(item)) for item in items)
+    return tuple(Evidence(**numbers(item)) for item in items)
 
 
 def _ranked(data: dict[str, Any]) -> Ranked:

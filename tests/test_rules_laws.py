@@ -61,7 +61,8 @@ def test_permuting_rows_permutes_the_location_only(example: tuple[Rule, Case], o
 def test_a_misaligned_row_is_found_wherever_it_stands(order: list[int]) -> None:
     right, wrong = {-1: 8.1, 0: 3.4, 1: 6.6}, {-1: 3.4, 0: 8.9, 1: 9.3}
     losses = [wrong if old == 0 else right for old in order]
-    (suspect,) = judge((LABELS,), measurements_from({"row_offset_losses": losses}))[0]
+    flagged = _cases.rows({order.index(0): {"flags": ["label-misalignment"], "audit_score": 1.0}})
+    (suspect,) = judge((LABELS,), measurements_from({"row_offset_losses": losses, "rows": flagged}))[0]
     assert suspect.location.rows == (order.index(0),)
     assert suspect.plans[0].arguments == {"offset": -1, "rows": [order.index(0)]}
 

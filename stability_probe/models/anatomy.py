@@ -200,6 +200,10 @@ def _attention_sites(module: nn.Module, blocks: tuple[str, ...]) -> Iterator[Att
             if site is not None:
                 yield site
                 break
+        else:
+            # Attention by another name, or written into the block itself: its calls are still seen there.
+            whole = _site(module, block, module.get_submodule(block), layer)
+            yield whole or Attention(block, layer, None, None, None, None, None, None, None, None)
 
 
 def _site(module: nn.Module, name: str, part: nn.Module, layer: int) -> Attention | None:

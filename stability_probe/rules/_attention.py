@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stability_probe.judge import Threshold
+from stability_probe.judge import Skip, Threshold
 from stability_probe.rules._tables import Record, is_number, median, quantile, records
 from stability_probe.schema import Evidence
 
@@ -55,12 +55,19 @@ class HotHead:
         return float(self.record["max_logit"])
 
 
+def require_attention(m: Measurements) -> None:
+    """Skip where no attention call was seen: 'not measured' must not read as 'clear'."""
+    if not len(m.heads):
+        raise Skip("no attention was seen; needs a model that calls scaled_dot_product_attention or softmax in blocks")
+
+
 def hot_heads(m: Measurements, t: dict[str, Threshold]) -> list[HotHead]:
     """Heads over tau and over their siblings, the hottest first.
 
     The siblings of a head are all other heads, or those of the other layers where that median is lower: in a
     model of two layers, one hot layer must not be its own excuse. Where every head is hot, none is listed.
     """
+    require_attention(m)
     table = [row for row in records(m.heads) if is_number(row["max_logit"])]
     found = []
     for row in table:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
+from stability_probe.rules._attention import require_attention
 from stability_probe.rules._tables import Record, is_number, is_trained, log_margin, median, quantile, records
 from stability_probe.schema import Evidence, Location, Remedy
 
@@ -99,6 +100,7 @@ def _plans(m: Measurements, heads: list[Record], hot: bool) -> tuple[Plan, ...]:
 
 
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
+    require_attention(m)
     heads = [row for row in records(m.heads) if is_number(row["max_logit"]) and is_number(row["entropy"])]
     if not heads or not is_trained(m):
         return []
