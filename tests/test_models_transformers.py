@@ -182,6 +182,12 @@ def test_code_named_by_the_configuration_is_not_run(tmp_path):
     assert loaded.module.config._attn_implementation == "sdpa" and not trace.exists()
 
 
+def test_names_of_classes_are_not_made(tmp_path):
+    """One for each of `num_labels`: a configuration could ask for 10⁹."""
+    loaded = load(reconfigured(saved(tmp_path, "llama"), num_labels=5000))
+    assert len(loaded.module.config.id2label) < 5000
+
+
 def test_without_the_library_the_error_says_what_to_install(tmp_path, monkeypatch):
     checkpoint = read_checkpoint(saved(tmp_path, "llama"))
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -19,7 +19,8 @@ from stability_probe.errors import ProbeError, nearest
 from stability_probe.models.base import LoadedModel, ready, refuse_other_architecture, vocabulary
 from stability_probe.models.fit import repair, same_values
 
-# Settings that reach beyond the architecture: remote code, kernels from a hub, fusion, parallel plans, other files.
+# Settings that reach beyond the architecture: remote code, kernels from a hub, fusion, parallel plans, other files, and
+# a classifier's labels (transformers makes a name for each: 10⁹ of them take the machine's memory).
 _FOREIGN = (
     "auto_map",
     "_attn_implementation",
@@ -36,6 +37,9 @@ _FOREIGN = (
     "name_or_path",
     "_name_or_path",
     "_commit_hash",
+    "num_labels",
+    "id2label",
+    "label2id",
 )
 
 
