@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from stability_probe.measure import Measurements
 
 THRESHOLDS = {
+    "zero_share": Threshold(
+        0.5, "of the parameters", "no recipe stores half of a model's matrices as exact zeros; a zero-initialised head "
+        "or output projection is one kind of tensor, and still has a gradient",
+        "Yang et al., Tensor Programs V, 2022 (zero-initialised heads)",
+    ),
     "excess": Threshold(
         0.5, "nats over the usual loss", "ordinary batches of one run differ by less",
         "python benchmarks/healthy_ranges.py: rows of the same kind of text differ by under 0.5 nats in the mean of 8",
@@ -198,7 +203,30 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     found: list[Suspect] = []
     if m.keys is not None:
         found += [*_keys(m, m.keys, t), *_untied(m, m.keys)]
-    return sorted([*found, *_left_at_init(m, t)], key=lambda suspect: -suspect.strength)
+    return sorted([*found, *_left_at_init(m, t), *_all_zero(m, t)], key=lambda suspect: -suspect.strength)
+
+
+def _all_zero(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
+    """Matrices of exact zeros throughout: an interrupted write, or a cast that rounded them away."""
+    matrices = [row for row in records(m.parameters) if len(row["shape"]) >= 2]
+    zero = [row for row in matrices if row["constant"] == 0.0]
+    if not matrices or len(zero) < t["zero_share"].value * len(matrices):
+        return []
+    return [
+        Suspect(
+            cause=RULE.slug,
+            summary=f"{len(zero)} of {len(matrices)} weight matrices hold nothing but zeros; the loss is {m.loss:.2f} "
+            f"nats (ln V = {math.log(m.vocab_size):.2f}).",
+            location=Location(parameters=tuple(row["parameter"] for row in zero[:NAMED_AT_MOST])),
+            evidence=(
+                Evidence("weight matrices of exact zeros", len(zero), f"of {len(matrices)}",
+                         threshold=t["zero_share"].value, source=t["zero_share"].source),
+                Evidence("gradient norm", m.global_grad_norm),
+            ),
+            strength=100.0,
+            decisive=True,
+        )
+    ]  # fmt: skip
 
 
 _NORM = "model.layers.2.input_layernorm.weight"
@@ -212,6 +240,16 @@ RULE = Rule(
     thresholds=THRESHOLDS,
     examine=examine,
     cases=(
+        Case(
+            "every matrix is zero",
+            {"parameters": _cases.parameters(everywhere={**_LEFT, "constant": 0.0}), "global_grad_norm": 0.0},
+            True,
+        ),
+        Case(
+            "near miss: a head that starts at zero",
+            {"parameters": _cases.parameters({"lm_head.weight": {**_LEFT, "constant": 0.0}})},
+            False,
+        ),
         Case(
             "the last norm is missing, and the loss says so",
             {"keys": {"missing": ("model.norm.weight",), "unexpected": ("norm.weight",)}, "loss": 6.4, "log": _USUAL},
