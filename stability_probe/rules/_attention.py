@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,11 +49,27 @@ class HotHead:
 
     def is_danger(self, t: dict[str, Threshold]) -> bool:
         """Saturated and far outside its siblings: to be reported even where this batch pays nothing for it."""
-        return self.record["entropy"] <= t["saturated"].value and self.max_logit >= t["x_high"].value * self.high
+        is_saturated = self.record["is_capped"] or self.record["entropy"] <= t["saturated"].value
+        return is_saturated and self.max_logit >= t["x_high"].value * self.high
 
     @property
     def max_logit(self) -> float:
         return float(self.record["max_logit"])
+
+
+# At three times the cap tanh lets 1 % of the gradient through: the cap hides the growth and stops the learning.
+# Below that, heads near the cap are ordinary (Gemma Team, Gemma 2, 2024, section 2: caps of 50 and 30).
+CAP_SATURATED = 3.0
+# fp32 holds tanh(x) < 1 up to x = 8.7; beyond, the inverse is only known to be larger.
+NEAREST_ONE = 1 - 6e-8
+
+
+def _uncapped(row: Record, cap: float | None) -> Record:
+    """The head with the logit that went into the soft-cap: cap · atanh(logit / cap)."""
+    if not cap:
+        return {**row, "is_capped": False}
+    logit = cap * math.atanh(min(row["max_logit"] / cap, NEAREST_ONE))
+    return {**row, "max_logit": logit, "is_capped": logit > CAP_SATURATED * cap}
 
 
 def require_attention(m: Measurements) -> None:
@@ -68,18 +85,19 @@ def hot_heads(m: Measurements, t: dict[str, Threshold]) -> list[HotHead]:
     model of two layers, one hot layer must not be its own excuse. Where every head is hot, none is listed.
     """
     require_attention(m)
-    table = [row for row in records(m.heads) if is_number(row["max_logit"])]
+    table = [_uncapped(row, m.attention_softcap) for row in records(m.heads) if is_number(row["max_logit"])]
+    tau = max(t["tau"].value, CAP_SATURATED * (m.attention_softcap or 0.0))
     found = []
     for row in table:
         others = [other for other in table if other is not row]
         elsewhere = [other for other in others if other["layer"] != row["layer"]]
         groups = [group for group in (others, elsewhere) if group]
-        if not groups or row["max_logit"] <= t["tau"].value:
+        if not groups or row["max_logit"] <= tau:
             continue
         siblings = min(groups, key=lambda group: median(other["max_logit"] for other in group))
         usual = median(other["max_logit"] for other in siblings)
         if row["max_logit"] >= t["x_siblings"].value * usual:
-            cool = [other["max_logit"] for other in siblings if other["max_logit"] <= t["tau"].value] or [usual]
+            cool = [other["max_logit"] for other in siblings if other["max_logit"] <= tau] or [usual]
             found.append(HotHead(row, usual, quantile(cool, 0.95), median(other["entropy"] for other in siblings)))
     return sorted(found, key=lambda head: -head.max_logit)
 

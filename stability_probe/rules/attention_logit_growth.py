@@ -125,6 +125,16 @@ RULE = Rule(
             {"heads": _cases.heads({(1, head): {**_HOT, "max_logit": 200.0 + head} for head in range(4)})},
             True,
         ),
+        Case(
+            "a head grown eightfold behind a soft-cap of 50",
+            {"heads": _cases.heads({(2, 1): {"max_logit": 49.99999, "entropy": 1.5}}), "attention_softcap": 50.0},
+            True,
+        ),
+        Case(
+            "near miss: a head near its cap",
+            {"heads": _cases.heads({(2, 1): {"max_logit": 48.0, "entropy": 1.5}}), "attention_softcap": 50.0},
+            False,
+        ),
         Case("just past the limits", {"heads": _cases.heads({(0, 3): {"max_logit": 104.0, "entropy": 0.9}})}, True),
         Case(
             "near miss: a sink with almost no entropy and logits of 48",
