@@ -58,7 +58,7 @@ SIDES: dict[str, Callable] = {"bare": bare, "compare": compare}
 
 
 # glibc then gives back what is freed at once: the peak is that of live memory, without the holes of its heap.
-NO_HOLES = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+NO_HOLES = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
 
 
 def peak_mib(side: str, options: argparse.Namespace, allocator: dict[str, str]) -> int:
