@@ -61,8 +61,10 @@ def test_one_row_from_a_loader_that_shifts_twice(name, tmp_path):
     check(report, Expected("label-misalignment", where={"rows": (ROW,)}, only_rows=True))
 
 
-def test_copies_of_a_row(tmp_path):
-    report = diagnose(tiny("llama"), tmp_path, plant.copied_row(batch(), 0, (1, 3)))
+@pytest.mark.parametrize("name", ["llama", "decoder"])
+def test_copies_of_a_row(name, tmp_path):
+    """Also where the copied row costs what the others do, so that nothing is left to explain."""
+    report = diagnose(tiny(name), tmp_path, plant.copied_row(batch(), 0, (1, 3)))
     check(report, Expected("duplicate-examples", ("confirmed", "likely", "latent"), {"rows": (1, 3)}, only_rows=True))
 
 

@@ -12,7 +12,15 @@ from stability_probe.schema import Remedy
 if TYPE_CHECKING:
     from stability_probe.measure import Measurements
 
-THRESHOLDS = {"score": AUDIT_SCORE}
+THRESHOLDS = {
+    "score": AUDIT_SCORE,
+    "latent_share": Threshold(
+        0.5, "of the rows", "half of such a batch is text that it already holds: one row's gradient rules the step, "
+        "whatever that row's loss is",
+        "k copies weigh k squared in the squared norm; Lee et al., Deduplicating Training Data Makes Language Models "
+        "Better, 2022",
+    ),
+}  # fmt: skip
 
 PAGE = Page(
     title="Duplicate examples",
@@ -49,7 +57,8 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     if not rows:
         return []
     what = f"{len(rows)} of {len(m.rows)} rows copy another row of the batch"
-    return [content_suspect(m, RULE.slug, rows, what, t["score"])]
+    latent = len(rows) >= t["latent_share"].value * len(m.rows)
+    return [content_suspect(m, RULE.slug, rows, what, t["score"], latent)]
 
 
 _COPY = {
