@@ -31,17 +31,28 @@ class OutputStatistics:
     order: int
     sum_square: Any = 0.0
     count: int = 0
-    absmax: Any = -1.0
-    row: Any = 0
-    position: Any = 0
-    channel: Any = 0
-    nonfinite: Any = 0
-    outside: Any = 0
+    absmax: float = -1.0
+    row: int = 0
+    position: int = 0
+    channel: int = 0
+    nonfinite: int = 0
+    outside: int = 0
     grad_square: Any = 0.0
     grad_absmax: Any = 0.0
     grad_nonfinite: Any = 0
     sketch: Tensor | None = None
     grad_sketch: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What one output adds to the statistics of the modules that returned it."""
+
+    square: Tensor
+    absmax: float
+    nonfinite: int
+    outside: int
+    sketch: Tensor | None
 
 
 @dataclass
@@ -53,6 +64,8 @@ class ActivationTap:
     with_sketch: bool = False
     row: int = 0
     found: dict[str, OutputStatistics] = field(default_factory=dict)
+    # The latest output: an attention or MLP often returns its last projection's very tensor, read once for both.
+    _latest: tuple[Tensor, int, _Reading] | None = None
 
     @contextmanager
     def on(self, module: nn.Module) -> Iterator[None]:
@@ -63,6 +76,7 @@ class ActivationTap:
         finally:
             for handle in handles:
                 handle.remove()
+            self._latest = None
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -72,7 +86,7 @@ class ActivationTap:
             statistics = self.found.setdefault(name, OutputStatistics(order=len(self.found)))
             # The attention tap listens to every torch function of the forward; our own need not pass it.
             with torch._C.DisableTorchFunction():
-                self._measure(statistics, tensor.detach())
+                self._measure(statistics, tensor)
             if name in self.gradients_of and tensor.requires_grad:
                 tensor.register_hook(lambda grad: self._measure_gradient(statistics, grad))
 
@@ -80,31 +94,39 @@ class ActivationTap:
 
     @torch.no_grad()
     def _measure(self, statistics: OutputStatistics, tensor: Tensor) -> None:
-        flat = tensor.reshape(-1, tensor.shape[-1])
-        norm = torch.linalg.vector_norm(flat, dtype=torch.float32)
-        statistics.sum_square = statistics.sum_square + norm.double().square()
+        flat = tensor.detach().reshape(-1, tensor.shape[-1])
+        if self._latest is None or self._latest[0] is not tensor or self._latest[1] != tensor._version:
+            self._latest = (tensor, tensor._version, self._read(flat))
+        reading = self._latest[2]
+        statistics.sum_square = statistics.sum_square + reading.square
         statistics.count += flat.numel()
-        low, high = flat.aminmax(dim=0)
-        peaks = torch.maximum(high, -low).float()
-        absmax, channel = peaks.max(dim=0)
-        position = flat.index_select(1, channel.reshape(1)).abs().argmax()
-        is_new = absmax > statistics.absmax  # False for NaN: counted below, located by `nonfinite`
-        statistics.row = torch.where(is_new, self.row, statistics.row)
-        statistics.position = torch.where(is_new, position, statistics.position)
-        statistics.channel = torch.where(is_new, channel, statistics.channel)
-        statistics.absmax = torch.where(is_new, absmax, statistics.absmax)
-        # A NaN or Inf shows in the peaks, a value outside fp16 too: the full counts are made only then.
-        if not bool(absmax <= FP16_MAX):
-            statistics.nonfinite = statistics.nonfinite + (~flat.isfinite()).sum()
-            statistics.outside = statistics.outside + (flat.abs() > FP16_MAX).sum()
-        if self.with_sketch:
-            piece = sketch(flat, seed=self.row)
-            statistics.sketch = piece if statistics.sketch is None else statistics.sketch + piece
+        statistics.nonfinite += reading.nonfinite
+        statistics.outside += reading.outside
+        if reading.absmax > statistics.absmax:  # False for NaN: counted, and located by `nonfinite`
+            statistics.absmax = reading.absmax
+            statistics.row = self.row
+            statistics.position, statistics.channel = _place_of_peak(flat)
+        if reading.sketch is not None:
+            statistics.sketch = reading.sketch if statistics.sketch is None else statistics.sketch + reading.sketch
+
+    def _read(self, flat: Tensor) -> _Reading:
+        low, high = flat.aminmax()
+        absmax = torch.maximum(high, -low).item()
+        # A NaN or Inf shows in the peak, a value outside fp16 too: the full counts are made only then.
+        fits = absmax <= FP16_MAX
+        return _Reading(
+            torch.linalg.vector_norm(flat, dtype=torch.float32).double().square(),
+            absmax,
+            0 if fits else int((~flat.isfinite()).sum()),
+            0 if fits else int((flat.abs() > FP16_MAX).sum()),
+            sketch(flat, seed=self.row) if self.with_sketch else None,
+        )
 
     @torch.no_grad()
     def _measure_gradient(self, statistics: OutputStatistics, grad: Tensor) -> None:
         norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
-        absmax = torch.linalg.vector_norm(grad, ord=float("inf"), dtype=torch.float32)
+        low, high = grad.aminmax()
+        absmax = torch.maximum(high, -low).float()
         statistics.grad_square = statistics.grad_square + norm.double().square()
         statistics.grad_absmax = torch.maximum(torch.as_tensor(statistics.grad_absmax, device=grad.device), absmax)
         if not bool(absmax.isfinite()):
@@ -112,6 +134,12 @@ class ActivationTap:
         if self.with_sketch:
             piece = sketch(grad, seed=self.row)
             statistics.grad_sketch = piece if statistics.grad_sketch is None else statistics.grad_sketch + piece
+
+
+def _place_of_peak(flat: Tensor) -> tuple[int, int]:
+    """(position, channel) of the largest |x|; amax over an axis is vectorised, argmax over all is not."""
+    channel = torch.maximum(flat.amax(0), -flat.amin(0)).argmax()
+    return int(flat.index_select(1, channel.reshape(1)).abs().argmax()), int(channel)
 
 
 def first_tensor(output: Any) -> Tensor | None:

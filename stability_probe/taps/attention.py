@@ -48,7 +48,28 @@ class HeadStatistics:
     blind_BH: Tensor
 
 
-Chunk = Callable[[int, int], tuple[Tensor, Tensor, Tensor]]
+@dataclass(frozen=True)
+class _Chunk:
+    """A span of queries. `logits` and `biased` may be overwritten by who asked for it.
+
+    Attributes:
+        logits, biased: (B, H, t, S) without and with additive biases; may be one tensor.
+        allowed: bool, broadcastable to them.
+        free: leading keys that every query of the span may look at: no mask is applied to them.
+    """
+
+    logits: Tensor
+    biased: Tensor
+    allowed: Tensor
+    free: int = 0
+
+    def hide(self, values: Tensor, filler: float) -> Tensor:
+        """`values` with `filler` in place of the keys that are not allowed, in place."""
+        values[..., self.free :].masked_fill_(~self.allowed[..., self.free :], filler)
+        return values
+
+
+Chunk = Callable[[int, int], _Chunk]
 
 
 def statistics_from_qk(
@@ -74,19 +95,19 @@ def statistics_from_qk(
     key = key_BHSK.float()
     if key.shape[1] != H:
         key = key.repeat_interleave(H // key.shape[1], dim=1)
-    key_t = key.transpose(-1, -2)
+    key_t = key.transpose(-1, -2).contiguous()
     positions = torch.arange(S, device=key.device)
     if mask is not None:
         while mask.dim() < 4:
             mask = mask.unsqueeze(0)
 
-    def chunk(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    def chunk(start: int, stop: int) -> _Chunk:
         visible = min(stop, S) if causal else S
         logits = (query_BHTK[:, :, start:stop].float() * scale) @ key_t[..., :visible]
-        allowed = torch.ones((), dtype=torch.bool, device=key.device)
+        allowed = torch.ones((1, 1, 1, visible), dtype=torch.bool, device=key.device)
         biased = logits
         if causal:
-            allowed = positions[:visible] <= torch.arange(start, stop, device=key.device)[:, None]
+            allowed = allowed & (positions[:visible] <= torch.arange(start, stop, device=key.device)[:, None])
         if mask is not None:
             part = mask[:, :, start:stop] if mask.shape[2] > 1 else mask
             part = part[..., :visible]
@@ -95,7 +116,7 @@ def statistics_from_qk(
             else:
                 allowed = allowed & (part > MASKED)
                 biased = logits + part.float()
-        return logits, biased, allowed.expand_as(logits)
+        return _Chunk(logits, biased, allowed, free=start + 1 if causal and mask is None else 0)
 
     return _statistics(chunk, first_query, T)
 
@@ -104,9 +125,9 @@ def statistics_from_logits(logits_BHTS: Tensor, first_query: int = 0) -> HeadSta
     """Statistics from the tensor that an eager model hands to softmax, mask already added."""
     T = logits_BHTS.shape[2]
 
-    def chunk(start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        logits = logits_BHTS[:, :, start:stop].float()
-        return logits, logits, ~(logits <= MASKED_SUM)
+    def chunk(start: int, stop: int) -> _Chunk:
+        logits = logits_BHTS[:, :, start:stop].to(torch.float32, copy=True)
+        return _Chunk(logits, logits, ~(logits <= MASKED_SUM))
 
     return _statistics(chunk, first_query, T)
 
@@ -114,27 +135,31 @@ def statistics_from_logits(logits_BHTS: Tensor, first_query: int = 0) -> HeadSta
 @torch.no_grad()
 def _statistics(chunk: Chunk, first: int, T: int) -> HeadStatistics:
     half = first + (T - first) // 2
-    highest, entropies, tops, top_keys, counted, blind = [], [], [], [], [], []
+    peaks, queries, keys, blind = [], [], [], []
+    entropies, tops, top_keys, counted = [], [], [], []
     for start, stop in _spans(first, half, T):
-        logits, biased, allowed = chunk(start, stop)
-        low, high = logits.masked_fill(~allowed, 0.0).aminmax(dim=-1)
-        highest.append(torch.maximum(high, -low))
-        blind.append((~allowed.any(-1)).sum(-1))
+        part = chunk(start, stop)
+        logits = part.hide(part.logits, 0.0)
+        peak, query = torch.maximum(logits.amax(-1), -logits.amin(-1)).max(dim=-1)
+        peaks.append(peak)
+        queries.append(query + start)
+        row = logits.gather(2, query[..., None, None].expand(-1, -1, 1, logits.shape[-1])).squeeze(2)
+        keys.append(row.abs().argmax(-1))
+        shape = logits.shape[:-1]
+        blind.append((~part.allowed.any(-1)).expand(shape).sum(-1))
         if start < half:
             continue
-        hidden = biased.masked_fill(~allowed, -math.inf)
-        peak, where = hidden.max(dim=-1)
-        distance = (hidden - peak[..., None]).clamp_min_(FLOOR)
+        visible = part.hide(part.biased, -math.inf)
+        highest, where = visible.max(dim=-1)
+        distance = visible.sub_(highest[..., None]).clamp_min_(FLOOR)
         weights = distance.exp()
         total = weights.sum(-1)
         entropies.append(total.log() - weights.mul_(distance).sum(-1) / total)
         tops.append(1.0 / total)
         top_keys.append(where)
-        counted.append(allowed.sum(-1) >= 2)
-    peaks_BHT = torch.cat(highest, dim=-1)
-    max_logit, query = peaks_BHT.max(dim=-1)
-    query = query + first
-    key = _key_of(chunk, query)
+        counted.append((part.allowed.sum(-1) >= 2).expand(shape))
+    max_logit, span = torch.stack(peaks).max(dim=0)
+    query, key = (torch.stack(found).gather(0, span[None]).squeeze(0) for found in (queries, keys))
     valid = torch.cat(counted, dim=-1)
     entropy, top, where = (torch.cat(parts, dim=-1) for parts in (entropies, tops, top_keys))
     many = valid.sum(-1).clamp_min(1)
@@ -153,16 +178,6 @@ def _spans(first: int, half: int, T: int) -> Iterator[tuple[int, int]]:
     for begin, end in ((first, half), (half, T)):
         for start in range(begin, end, CHUNK):
             yield start, min(start + CHUNK, end)
-
-
-def _key_of(chunk: Chunk, query_BH: Tensor) -> Tensor:
-    """The key on which each head's largest |logit| falls: one logit row is computed again per head."""
-    key_BH = torch.zeros_like(query_BH)
-    for row in query_BH.unique().tolist():
-        logits, _, allowed = chunk(row, row + 1)
-        found = logits.abs().masked_fill(~allowed, -1.0).squeeze(2).argmax(-1)
-        key_BH = torch.where(query_BH == row, found, key_BH)
-    return key_BH
 
 
 @dataclass(eq=False)

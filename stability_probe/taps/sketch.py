@@ -16,7 +16,7 @@ from torch import Tensor
 WIDTH = 4093
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)
 def _signs(length: int, seed: int, device: str) -> Tensor:
     generator = torch.Generator().manual_seed(0x5EED + 7919 * seed + length)
     return (torch.randint(0, 2, (length,), generator=generator, dtype=torch.int8) * 2 - 1).to(device, torch.float32)
