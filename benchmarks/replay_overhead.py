@@ -1,7 +1,8 @@
 """What measuring costs: the instrumented fp32 replay against the bare forward and backward.
 
 Both run in turn in one process, on SmolLM2-135M with 4 rows of 512 tokens, and the ratio of their medians is
-printed. Peak memory is the highest resident set (VmHWM, Linux) of a fresh process that does only one of the two,
+printed. One thread by default: matrix products gain from more of them, the many small operations of the taps do
+not, so the ratio grows with threads (`--threads 2`: about 0.1 more). Peak memory is the highest resident set (VmHWM, Linux) of a fresh process that does only one of the two,
 counted from after the checkpoint was read: reading takes more than either.
 
     python benchmarks/replay_overhead.py [--rounds 3]
@@ -68,8 +69,10 @@ def peak_mib(kind: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", choices=("bare", "instrumented"))
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     module = load_model(read_checkpoint(smollm2_folder())).module
     subject, what = Subject.of(module), batch(49_152)
     if options.only:

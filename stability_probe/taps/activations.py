@@ -29,7 +29,7 @@ class OutputStatistics:
     """
 
     order: int
-    sum_square: Any = 0.0
+    sum_square: float = 0.0
     count: int = 0
     absmax: float = -1.0
     row: int = 0
@@ -48,7 +48,7 @@ class OutputStatistics:
 class _Reading:
     """What one output adds to the statistics of the modules that returned it."""
 
-    square: Tensor
+    square: float
     absmax: float
     nonfinite: int
     outside: int
@@ -98,7 +98,7 @@ class ActivationTap:
         if self._latest is None or self._latest[0] is not tensor or self._latest[1] != tensor._version:
             self._latest = (tensor, tensor._version, self._read(flat))
         reading = self._latest[2]
-        statistics.sum_square = statistics.sum_square + reading.square
+        statistics.sum_square += reading.square
         statistics.count += flat.numel()
         statistics.nonfinite += reading.nonfinite
         statistics.outside += reading.outside
@@ -110,12 +110,13 @@ class ActivationTap:
             statistics.sketch = reading.sketch if statistics.sketch is None else statistics.sketch + reading.sketch
 
     def _read(self, flat: Tensor) -> _Reading:
-        low, high = flat.aminmax()
-        absmax = torch.maximum(high, -low).item()
+        norm = torch.linalg.vector_norm(flat, dtype=torch.float32)
+        low, high, norm = torch.stack((*flat.aminmax(), norm)).tolist()  # one wait for the device
+        absmax = max(high, -low)
         # A NaN or Inf shows in the peak, a value outside fp16 too: the full counts are made only then.
         fits = absmax <= FP16_MAX
         return _Reading(
-            torch.linalg.vector_norm(flat, dtype=torch.float32).double().square(),
+            norm * norm,
             absmax,
             0 if fits else int((~flat.isfinite()).sum()),
             0 if fits else int((flat.abs() > FP16_MAX).sum()),

@@ -32,11 +32,9 @@ def sketch(values: Tensor, seed: int = 0) -> Tensor:
     flat = values.detach().reshape(-1)
     whole = flat.numel() // WIDTH
     signs = _signs(whole + 1, seed, str(flat.device))
-    result = torch.zeros(WIDTH, dtype=torch.float32, device=flat.device)
-    if whole:
-        grid = flat[: whole * WIDTH].view(whole, WIDTH).float()
-        result += signs[:whole] @ grid
-    rest = flat[whole * WIDTH :]
-    result[: rest.numel()] += signs[whole] * rest.float()
+    with torch.autocast(flat.device.type, enabled=False):  # a replay in bf16 is measured in fp32
+        result = signs[:whole] @ flat[: whole * WIDTH].view(whole, WIDTH).float()
+    if rest := flat.numel() - whole * WIDTH:
+        result[:rest] += signs[whole] * flat[whole * WIDTH :].float()
     # Tensors of different seeds meet in one sketch: their cells are turned and signed apart from each other.
     return (result * _signs(WIDTH, seed, str(flat.device))).roll(seed * 1009)
