@@ -129,6 +129,8 @@ class LogFacts:
         logged_loss, logged_grad_norm, logged_lr: at `step` (NaN where the log holds a NaN).
         peak_lr: the largest LR logged up to `step`; warmup_end: the step that reached it first.
         nonfinite_steps: steps with a loss or gradient norm that is not finite.
+        first_step, last_step: the smallest and the largest logged step.
+        spike_steps: where the logged loss leaves the level of the steps before it, or is not finite.
     """
 
     step: int | None = None
@@ -141,6 +143,9 @@ class LogFacts:
     peak_lr: float | None = None
     warmup_end: int | None = None
     nonfinite_steps: tuple[int, ...] = ()
+    first_step: int | None = None
+    last_step: int | None = None
+    spike_steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,7 @@ class Measurements:
     `rows` (row of the batch): row, loss (NaN without valid targets), valid_targets, tokens (not padding),
         grad_norm (of the row's share of the batch loss), cosine (to the sum of the other rows' gradients, NaN in a
         batch of 1), audit_score, flags (list of slugs, high and critical), spans (list of (start, end, kind,
-        detail)), reason (str).
+        detail)), span_losses (for each span the mean loss and number of the targets inside), reason (str).
     `tokens` (worst tokens, at most 50): row, position, token, target, loss, loss_bf16.
 
     Scalars and dicts:

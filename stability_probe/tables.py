@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stability_probe.batches.base import Batch
 from stability_probe.measure import PrecisionGap
 from stability_probe.optimizer_step import TensorStep
-from stability_probe.replay import Subject, Trace
+from stability_probe.replay import Subject, Trace, mean_loss
 
 
 def _number(value: Any) -> float:
@@ -217,7 +217,8 @@ def _index(flat_index: Tensor, weight: Tensor) -> tuple[int, ...]:
 
 
 ROW_COLUMNS = (
-    "row", "loss", "valid_targets", "tokens", "grad_norm", "cosine", "audit_score", "flags", "spans", "reason",
+    "row", "loss", "valid_targets", "tokens", "grad_norm", "cosine", "audit_score", "flags", "spans",
+    "span_losses", "reason",
 )  # fmt: skip
 
 
@@ -237,11 +238,19 @@ def row_table(batch: Batch, trace: Trace, audit: Any) -> pd.DataFrame:
             "audit_score": float(audit.rows[row].score),
             "flags": list(audit.rows[row].flags),
             "spans": [(int(s.start), int(s.end), s.kind, s.detail) for s in audit.rows[row].spans],
+            "span_losses": [_span_loss(trace, row, int(s.start), int(s.end)) for s in audit.rows[row].spans],
             "reason": audit.rows[row].reason,
         }
         for row, loss in enumerate(trace.row_losses)
     ]
     return _frame(records, ROW_COLUMNS)
+
+
+def _span_loss(trace: Trace, row: int, start: int, end: int) -> tuple[float, int]:
+    """Mean loss and number of the targets inside a span of tokens: position t asks for token t + 1."""
+    asked = slice(max(start - 1, 0), max(end - 1, 0))
+    has_target = trace.has_target_BT[row, asked]
+    return mean_loss(trace.token_loss_BT[row, asked], has_target), int(has_target.sum())
 
 
 def row_gradients(trace: Trace, B: int) -> tuple[list[float], list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stability_probe.judge import Plan, Suspect, Threshold
@@ -77,7 +78,9 @@ def squared_grad_share(m: Measurements, rows: list[Record]) -> float:
     return times(sum(norm**2 for norm in finite(row["grad_norm"] for row in rows)), total) if total else float("nan")
 
 
-def row_evidence(m: Measurements, rows: list[Record], limit: Threshold) -> tuple[Evidence, ...]:
+def row_evidence(
+    m: Measurements, rows: list[Record], limit: Threshold, cost: SpanCost | None = None
+) -> tuple[Evidence, ...]:
     """What the audit and the replay measured on the worst of `rows`, beside the other rows of the batch."""
     worst = max(rows, key=lambda row: row["audit_score"])
     named = {int(row["row"]) for row in rows}
@@ -97,9 +100,89 @@ def row_evidence(m: Measurements, rows: list[Record], limit: Threshold) -> tuple
     share = squared_grad_share(m, rows)
     if is_number(share):
         found.append(Evidence("share of the rows' squared gradient norms", share, "", len(rows) / len(m.rows), "even"))
+    if cost is not None:
+        span = f"positions {cost.start}–{cost.end - 1} of {where}"
+        other = "baseline" if m.baseline_loss is not None else "median of the other rows"
+        found.append(Evidence(f"loss in {span}", cost.loss, "nats", cost.usual, other))
+        if is_number(cost.excess_share):
+            found.append(
+                Evidence(f"share of the excess loss in {span}", cost.excess_share, "", cost.target_share, "even")
+            )
+        if cost.head is not None:
+            layer, head, peak, usual = cost.head
+            source = "baseline" if m.baseline_loss is not None else "median head"
+            found.append(Evidence(f"max logit of layer {layer} head {head}, inside the span", peak, "", usual, source))
     if worst["reason"]:
         found.append(Evidence(f"audit of {where}", worst["reason"]))
     return tuple(found)
+
+
+# A head is named beside a span where the span takes it this far above its peak on the baseline, or, without one,
+# above the median head of the batch: within healthy text a head's peaks differ by less than 2, heads by more than that.
+HEAD_RISE, HEAD_CONTRAST = 2.0, 4.0
+
+
+@dataclass(frozen=True)
+class SpanCost:
+    """What the worst row's span costs the model.
+
+    Attributes:
+        loss, usual: nats per target inside, and of the baseline, or of the median other row without one.
+        excess_share: of the batch's loss above `usual`, the part inside the span; NaN where there is no excess.
+        target_share: the span's share of the batch's targets.
+        head: (layer, head, peak logit, usual peak) of the head that it drives highest; None where it drives none.
+    """
+
+    start: int
+    end: int
+    loss: float
+    usual: float
+    excess_share: float
+    target_share: float
+    head: tuple[int, int, float, float] | None
+
+    @property
+    def phrases(self) -> list[str]:
+        found = [f"{self.excess_share:.0%} of the excess loss".replace("%", " %")] if self.excess_share >= 0.01 else []
+        if self.loss < UNREASONABLY_LOW * self.usual:
+            found.append(f"{self.loss:.2g} nats inside, unreasonably low: it is copied, not predicted")
+        return found
+
+
+# OPT's logbook: a loss that falls far below what text allows is a symptom too.
+UNREASONABLY_LOW = 0.1
+
+
+def span_cost(m: Measurements, worst: Record, slug: str) -> SpanCost | None:
+    """The longest span of `slug` in a row, joined to losses and heads; None without a span, loss or reference."""
+    own = [
+        (int(end) - int(start), int(start), int(end), float(loss), int(targets))
+        for (start, end, kind, _), (loss, targets) in zip(worst["spans"], worst["span_losses"], strict=True)
+        if is_evidence(kind, slug) and targets and is_number(loss)
+    ]
+    others = [row["loss"] for row in records(m.rows) if row["row"] != worst["row"]]
+    usual = m.baseline_loss if m.baseline_loss is not None else median(others)
+    if not own or not is_number(usual):
+        return None
+    _, start, end, loss, targets = max(own)
+    excess = (m.loss - usual) * m.valid_targets
+    share = min(max(loss - usual, 0.0) * targets / excess, 1.0) if excess > 0 else float("nan")
+    return SpanCost(start, end, loss, usual, share, targets / max(m.valid_targets, 1), _driven(m, worst, start, end))
+
+
+def _driven(m: Measurements, worst: Record, start: int, end: int) -> tuple[int, int, float, float] | None:
+    """The head whose peak lies on a query of the span, most above its usual one."""
+    peaks = [head["max_logit"] for head in records(m.heads)]
+    best: tuple[float, tuple[int, int, float, float]] | None = None
+    for head in records(m.heads):
+        if int(head["row"]) != int(worst["row"]) or not start <= int(head["query"]) < end:
+            continue
+        own = is_number(head["baseline_max_logit"])
+        usual, least = (head["baseline_max_logit"], HEAD_RISE) if own else (median(peaks), HEAD_CONTRAST)
+        ratio = times(head["max_logit"], usual)
+        if ratio >= least and (best is None or ratio > best[0]):
+            best = ratio, (int(head["layer"]), int(head["head"]), float(head["max_logit"]), float(usual))
+    return best[1] if best else None
 
 
 def drop_plan(m: Measurements, rows: list[Record]) -> tuple[Plan, ...]:
@@ -119,12 +202,20 @@ def content_suspect(
     inside = [span for span in spans if span[0] == int(worst["row"])]
     place = f", positions {inside[0][1]}–{inside[0][2] - 1}" if inside else ""
     detail = worst["reason"].partition(": ")[2].rstrip(".") if worst["reason"].startswith(slug) else ""
+    cost = span_cost(m, worst, slug)
+    share = squared_grad_share(m, [worst])
+    costs = [] if cost is None else cost.phrases
+    if costs and is_number(share):
+        costs.append(f"{share:.0%} of the squared gradient norm".replace("%", " %"))
+    if cost is not None and cost.head is not None:
+        costs.append(f"drives layer {cost.head[0]} head {cost.head[1]}")
+    joined = f": {', '.join(costs)}" if costs else ""
     more = f" and {plural(len(rows) - 1, 'more row')}" if len(rows) > 1 else ""
     return Suspect(
         cause=slug,
-        summary=f"Row {int(worst['row'])}{place}{more}: {what}{f' ({detail[:120]})' if detail else ''}.",
+        summary=f"Row {int(worst['row'])}{place}{more}: {what}{f' ({detail[:120]})' if detail else ''}{joined}.",
         location=Location(rows=tuple(int(row["row"]) for row in rows), positions=spans),
-        evidence=row_evidence(m, rows, limit),
+        evidence=row_evidence(m, rows, limit, cost),
         plans=drop_plan(m, rows),
         strength=max(worst["audit_score"], 0.01),
         latent=latent,

@@ -118,4 +118,9 @@ def rows(changes: Changes | None = None, count: int = ROWS) -> list[Record]:
         }
         for row in range(count)
     ]  # fmt: skip
-    return _merge(table, list(range(count)), changes)
+    merged = _merge(table, list(range(count)), changes)
+    # Inside a span the loss is the row's, unless the case says otherwise.
+    return [
+        {"span_losses": [(row["loss"], int(end) - int(start)) for start, end, *_ in row["spans"]], **row}
+        for row in merged
+    ]
