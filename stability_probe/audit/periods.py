@@ -124,17 +124,11 @@ def _confirmed(
 ) -> NDArray[np.bool_]:
     """Hits whose run reaches far enough to one side: of m − 3 agreeing starts, half lie on one side of any."""
     reach = (_SHORTEST[period] - 4) // 2
-    sides = []
-    for sign in (-1, 1):
-        side = np.ones(len(rows), np.bool_)
-        for distance in (reach, reach // 2):
-            at = position + sign * distance
-            inside = (at >= period) & (at < short.shape[1])
-            at = np.where(inside, at, period)
-            at = np.minimum(at, short.shape[1] - 1)
-            side &= inside & (short[rows, at] == short[rows, np.maximum(at - period, 0)])
-        sides.append(side)
-    return sides[0] | sides[1]
+    at = position + np.stack([-reach, -(reach // 2), reach // 2, reach])
+    inside = (at >= period) & (at < short.shape[1])
+    at = np.where(inside, at, period)
+    agree = inside & (short[rows, np.minimum(at, short.shape[1] - 1)] == short[rows, at - period])
+    return (agree[0] & agree[1]) | (agree[2] & agree[3])
 
 
 def _expand(
