@@ -30,9 +30,9 @@ class Incident:
 
     Attributes:
         batch, baselines: at most `max_rows` rows and `max_positions` positions of the files.
-        log: what the logs say around the step; None without logs. `logs` are the tables of `read_log`.
+        log: what the logs say around the step; None without logs. `logs` are the tables of `read_log`, of `log_paths`.
         tokenizer: a `tokenizers.Tokenizer`, or None where there is none that can be read.
-        run_precision: what the run trained in.
+        run_precision: what the run trained in; `precision_is_assumed` where nobody said.
         lr, grad_clip: of the incident's step; None where nothing says.
         device: where to replay ("cpu", "cuda"…).
         source: where the batch came from, as the incident folder says.
@@ -46,8 +46,10 @@ class Incident:
     baselines: tuple[Batch, ...] = ()
     log: LogFacts | None = None
     logs: tuple[pd.DataFrame, ...] = ()
+    log_paths: tuple[Path, ...] = ()
     tokenizer: Any | None = None
     run_precision: str = "bf16"
+    precision_is_assumed: bool = True
     lr: float | None = None
     grad_clip: float | None = None
     device: str = "cpu"
@@ -71,11 +73,11 @@ def load_incident(request: Request) -> Incident:
     pad_id = _pad_id(checkpoint.config)
     batch = _read_batch(batch_path, request, pad_id)
     baselines = tuple(_read_batch(path, request, pad_id) for path in request.baselines)
-    logs, log_notes = _read_logs(request, ckpt)
+    log_paths, logs, log_notes = _read_logs(request, ckpt)
     log = log_facts(logs, request.step)
     tokenizer, tokenizer_notes = load_tokenizer(request.tokenizer, ckpt)
     lr, lr_notes = _learning_rate(request, log, checkpoint.optimizer)
-    run_precision, precision_notes = _run_precision(request)
+    run_precision, precision_is_assumed, precision_notes = _run_precision(request)
     batch_notes = dict.fromkeys(note for one in (batch, *baselines) for note in one.notes)
     return Incident(
         request=request,
@@ -85,13 +87,23 @@ def load_incident(request: Request) -> Incident:
         baselines=baselines,
         log=log,
         logs=logs,
+        log_paths=log_paths,
         tokenizer=tokenizer,
         run_precision=run_precision,
+        precision_is_assumed=precision_is_assumed,
         lr=lr,
         grad_clip=request.grad_clip,
         device=device,
         source=request.source,
-        notes=(*request.notes, *batch_notes, *log_notes, *tokenizer_notes, *lr_notes, *precision_notes),
+        notes=(
+            *request.notes,
+            *batch_notes,
+            *log_notes,
+            *_step_notes(log),
+            *tokenizer_notes,
+            *lr_notes,
+            *precision_notes,
+        ),
     )
 
 
@@ -137,21 +149,21 @@ def _pad_id(config: Mapping[str, Any] | None) -> int | None:
     return pad_id if isinstance(pad_id, int) and 0 <= pad_id < 2**31 else None
 
 
-def _read_logs(request: Request, ckpt: Path) -> tuple[tuple[pd.DataFrame, ...], tuple[str, ...]]:
-    """The named logs; else the one that a Trainer keeps in its checkpoint, which may be of no use."""
+def _read_logs(request: Request, ckpt: Path) -> tuple[tuple[Path, ...], tuple[pd.DataFrame, ...], tuple[str, ...]]:
+    """Paths, tables, notes: of the named logs, else of the one that a Trainer keeps in its checkpoint, if of use."""
     from stability_probe.runlogs import read_log
 
     if request.logs:
         frames = tuple(read_log(path) for path in request.logs)
-        return frames, tuple(note for frame in frames for note in frame.attrs["notes"])
+        return request.logs, frames, tuple(note for frame in frames for note in frame.attrs["notes"])
     kept = (ckpt if ckpt.is_dir() else ckpt.parent) / "trainer_state.json"
     if not kept.is_file():
-        return (), ()
+        return (), (), ()
     try:
         frame = read_log(kept)
     except ProbeError as error:
-        return (), (f"{kept.name} beside the checkpoint was not used: {error.why}",)
-    return (frame,), (f"the log is {kept.name} beside the checkpoint", *frame.attrs["notes"])
+        return (), (), (f"{kept.name} beside the checkpoint was not used: {error.why}",)
+    return (kept,), (frame,), (f"the log is {kept.name} beside the checkpoint", *frame.attrs["notes"])
 
 
 def load_tokenizer(named: Path | None, ckpt: Path) -> tuple[Any | None, tuple[str, ...]]:
@@ -230,10 +242,24 @@ def _group_rates(optimizer: Mapping[str, Any] | None) -> Iterator[float]:
             yield float(rate)
 
 
-def _run_precision(request: Request) -> tuple[str, tuple[str, ...]]:
+def _run_precision(request: Request) -> tuple[str, bool, tuple[str, ...]]:
+    """What the run trained in, whether that is only assumed, and notes."""
     if request.run_precision is not None:
-        return request.run_precision, ()
+        return request.run_precision, False, ()
     for name in request.precisions:
         if name in RUN_PRECISIONS:
-            return name, (f"the run is taken to have trained in {name}, the first precision asked for",)
-    return "bf16", ("the precision of the run is not known: bf16 autocast on fp32 weights is assumed",)
+            return name, False, (f"the run is taken to have trained in {name}, the first precision asked for",)
+    return "bf16", True, ("the precision of the run is not known: bf16 autocast on fp32 weights is assumed",)
+
+
+def _step_notes(log: LogFacts | None) -> tuple[str, ...]:
+    """That the log does not hold the step, which is else easily taken for a log that shows nothing there."""
+    if log is None or log.step is None or log.first_step is None or log.last_step is None or _tells(log):
+        return ()
+    where = f"it holds steps {log.first_step}–{log.last_step}"
+    hint = "without this one" if log.first_step < log.step < log.last_step else "give the part that holds it"
+    return (f"the log says nothing about step {log.step}: {where}, {hint}; usual values are those before the step",)
+
+
+def _tells(log: LogFacts) -> bool:
+    return log.logged_loss is not None or log.logged_grad_norm is not None

@@ -25,7 +25,7 @@ def inputs_of(incident: Incident) -> dict[str, Any]:
         },
         "batch": _batch_facts(batch),
         "baseline": [_batch_facts(baseline) for baseline in incident.baselines],
-        "log": [str(path) for path in incident.request.logs],
+        "log": [str(path) for path in incident.log_paths],
         "step": incident.request.step,
         "lr": incident.lr,
         "grad_clip": incident.grad_clip,

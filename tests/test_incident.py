@@ -254,10 +254,26 @@ def test_the_log_that_a_trainer_keeps_in_its_checkpoint_is_found(folder):
     write(folder, {key: value for key, value in FULL.items() if key != "log"})
     state = folder / "ckpt" / "trainer_state.json"
     state.write_text(json.dumps({"log_history": [{"step": 9, "loss": 2.5}]}))
-    assert load_incident(request_from_folder(folder)).log.usual_loss == 2.5
+    incident = load_incident(request_from_folder(folder))
+    assert incident.log.usual_loss == 2.5 and incident.log_paths == (state,)
     state.write_text("{")
     incident = load_incident(request_from_folder(folder))
+    assert incident.log_paths == ()
     assert incident.log is None and any("was not used" in note for note in incident.notes)
+
+
+def test_a_step_that_the_log_does_not_hold_is_said(folder):
+    """`usual` values are still those before it, so nothing else would tell."""
+    log = folder / "steps.jsonl"
+    log.write_text("".join(json.dumps({"step": step, "loss": 2.5}) + "\n" for step in range(0, 100, 10)))
+    told = {
+        step: [note for note in load_incident(Request(ckpt=folder / "ckpt", batch=folder / "batch.pt", logs=(log,),
+                                                      step=step)).notes if "says nothing" in note]
+        for step in (50, 55, 5000)
+    }  # fmt: skip
+    assert told[50] == []
+    assert "step 55: it holds steps 0–90, without this one" in told[55][0]
+    assert "step 5000: it holds steps 0–90, give the part that holds it" in told[5000][0]
 
 
 @pytest.mark.parametrize("name", ["ckpt", "batch", "config", "optimizer", "tokenizer", "baselines", "logs"])

@@ -239,3 +239,43 @@ def test_a_log_that_begins_after_warm_up_does_not_tell_where_it_ended(tmp_path):
     path.write_text("step,loss,lr\n" + "\n".join(f"{step},3.0,{3e-4 * 0.999**step}" for step in range(1140, 1200)))
     facts = log_facts([read_log(path)], 1190)
     assert facts is not None and facts.warmup_end is None and facts.peak_lr is not None
+
+
+def spikes_one_by_one(frame: pd.DataFrame) -> list[int]:
+    """The rule of `spike_steps` as it reads, step by step."""
+    found = []
+    for _, segment in frame.groupby("segment"):
+        past: list[float] = []
+        for _, row in segment.iterrows():
+            window = pd.Series([loss for loss in past[-50:] if math.isfinite(loss)], dtype=float)
+            if row["nonfinite"]:
+                found.append(int(row["step"]))
+            elif len(window) >= 10:
+                spread = (window.quantile(0.75) - window.quantile(0.25)) / 1.349
+                if row["loss"] - window.median() > max(0.5, 6 * spread):
+                    found.append(int(row["step"]))
+            past.append(row["loss"])
+    return sorted(set(found))
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1, 1, 1, 1, 1, -15]), st.sampled_from([3.0, 3.1, 2.9, 3.4, 3.7, 6.0, math.nan])),
+        min_size=1,
+        max_size=90,
+    )
+)
+def test_spikes_are_found_as_step_by_step(changes):
+    at, values = 100, []
+    for change, loss in changes:
+        at += change
+        values.append((max(at, 0), loss))
+    frame = steps(*values)
+    assert list(log_facts([frame], None).spike_steps) == spikes_one_by_one(frame)
+
+
+def test_a_spike_and_the_ends_of_the_log_are_told_whatever_the_step():
+    frame = steps(*[(step, 3.0 + 0.01 * (step % 3)) for step in range(40)], (40, 7.0), (41, math.nan), (42, 3.4))
+    for step in (None, 5, 41, 5000):
+        facts = log_facts([frame], step)
+        assert (facts.first_step, facts.last_step, facts.spike_steps) == (0, 42, (40, 41))

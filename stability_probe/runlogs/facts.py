@@ -11,6 +11,11 @@ from stability_probe.measure import LogFacts
 
 WINDOW = 50  # logged steps; long enough for a steady median, short against the slope of a loss curve
 MAD_TO_STD = 1.4826  # of a normal distribution: 1 / Φ⁻¹(3/4)
+# A spike in the log: six standard deviations over the steps before (OLMo-core skips a step there), and at least half a
+# nat, because the loss of a run that has just begun falls steadily and has no spread to speak of.
+SPIKE_SIGMAS = 6.0
+SPIKE_NATS = 0.5
+FEWEST = 10  # logged steps before a step, for their median and quartiles to mean anything
 # nats. The Trainer writes 0.0 where its NaN filter met a NaN; a real loss comes to 0.0 only from values close to it.
 ZERO_IS_NAN_ABOVE = 0.1
 
@@ -49,7 +54,23 @@ def log_facts(frames: Sequence[pd.DataFrame], step: int | None) -> LogFacts | No
         peak_lr=peak_lr,
         warmup_end=_warmup_end(log, up_to, peak_lr),
         nonfinite_steps=tuple(sorted({int(s) for s in log["step"][log["nonfinite"]]})),
+        first_step=int(log["step"].min()),
+        last_step=int(log["step"].max()),
+        spike_steps=_spike_steps(log),
     )
+
+
+def _spike_steps(log: pd.DataFrame) -> tuple[int, ...]:
+    """Steps whose loss is not finite, or stands out of the up to 50 logged steps before it in its segment."""
+    finite = log["loss"].where(log["loss"].map(math.isfinite))
+    before = finite.groupby(log["segment"], group_keys=False).shift()
+    windows = before.groupby(log["segment"], group_keys=False).rolling(WINDOW, min_periods=FEWEST)
+    median = windows.median().droplevel(0)
+    # The quartiles' distance in place of the MAD, which has no rolling form: 1.349 σ of a normal distribution.
+    spread = (windows.quantile(0.75) - windows.quantile(0.25)).droplevel(0) / 1.349
+    limit = (SPIKE_SIGMAS * spread).clip(lower=SPIKE_NATS)
+    spikes = (finite - median > limit) | log["nonfinite"]
+    return tuple(sorted({int(step) for step in log["step"][spikes]}))
 
 
 def _warmup_end(log: pd.DataFrame, rates: pd.Series, peak_lr: float | None) -> int | None:
