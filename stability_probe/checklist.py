@@ -1,7 +1,8 @@
 """The six-step debugging checklist, every box answered from what was measured.
 
 `pass`: looked at, in order. `fail`: looked at, not in order (in step 2: this category applies).
-`unknown`: cannot be told from what was given; `needs` says what to supply.
+`unknown`: cannot be told from what was given; `needs` says what to supply. Where `needs` is empty the question does not
+arise here, and `measured` says why (`applies` is then false).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ WARMUP_WINDOW = 50  # steps around the end of warm-up, and a tenth of its length
 
 _WRITTEN_DOWN = "The incident is written down: what failed, why, what fixed it"
 _LOG = "--log with the run's log"
+_STEP = "--step with the step that consumed the batch"
 _REFERENCE = "--baseline with a healthy batch, or --log with the run's log"
 
 _IN_DATA = frozenset(
@@ -66,6 +68,7 @@ _IN_CHECKPOINT = frozenset(
         "router-collapse",
     }
 )
+_OUTSIDE = frozenset({"not-reproduced", "nondeterministic-replay"})
 _IN_LR = frozenset({"learning-rate-too-high", "stale-second-moment"})
 _IN_PRECISION = frozenset({"fp16-overflow", "bf16-precision-loss", "logit-drift"})
 _SIGNALS = {
@@ -98,6 +101,7 @@ class ChecklistFacts:
         precisions: gap of each replayed precision to fp32.
         damage: rise of the loss after one simulated optimizer step, nats.
         source: where the batch came from, as the incident folder tells.
+        run_precision: what the run trained in, as the user said; None where that is only assumed.
     """
 
     verdict: Verdict
@@ -118,6 +122,7 @@ class ChecklistFacts:
     damage: float | None = None
     has_optimizer: bool = False
     source: str = ""
+    run_precision: str | None = None
     qk_norm: bool = False
     attention_softcap: float | None = None
     log_z_mean: float = 0.0
@@ -156,6 +161,7 @@ def facts_from(
     lr: float | None = None,
     grad_clip: float | None = None,
     source: dict[str, Any] | None = None,
+    run_precision: str | None = None,
 ) -> ChecklistFacts:
     """The facts of a replay. `lr` is the option or the checkpoint's; the log's is used where it is None."""
     log = measurements.log
@@ -182,6 +188,7 @@ def facts_from(
         damage=measurements.step_effect.damage if measurements.step_effect else None,
         has_optimizer=measurements.optimizer is not None,
         source=", ".join(f"{key} {value}" for key, value in (source or {}).items()),
+        run_precision=run_precision,
         qk_norm=measurements.qk_norm,
         attention_softcap=measurements.attention_softcap,
         log_z_mean=float(measurements.log_z_mean),
@@ -219,11 +226,20 @@ def answer(facts: ChecklistFacts) -> tuple[Box, ...]:
     )
 
 
+def applies(box: Box) -> bool:
+    """Whether the question arises here; False for an `unknown` box that nothing could answer."""
+    return box.status != "unknown" or bool(box.needs)
+
+
 def written_down(boxes: Iterable[Box], files: Iterable[object]) -> tuple[Box, ...]:
     """The boxes once it is known where the report goes: the incident is then written down."""
     names = ", ".join(map(str, files))
     done = Box(5, _WRITTEN_DOWN, "pass", names)
     return tuple(done if names and box.item == _WRITTEN_DOWN else box for box in boxes)
+
+
+def _not_applicable(step: int, item: str, why: str) -> Box:
+    return Box(step, item, "unknown", why)
 
 
 def _status(is_good: bool) -> BoxStatus:
@@ -242,7 +258,9 @@ def _establish(facts: ChecklistFacts) -> Iterable[Box]:
     log = facts.log
     item = "The log shows loss and gradient norm at their usual level at this step"
     if log is None or log.logged_loss is None:
-        yield Box(1, item, "unknown", "", _LOG if log is None else "--step with the step that consumed the batch")
+        yield Box(1, item, "unknown", "", _lacking_in_the_log(facts))
+    elif log.usual_loss is None and log.usual_grad_norm is None:
+        yield Box(1, item, "unknown", f"loss {_n(log.logged_loss)}", "a log that begins some steps before this one")
     else:
         pairs = [
             ("loss", log.logged_loss, log.usual_loss),
@@ -274,6 +292,17 @@ def _establish(facts: ChecklistFacts) -> Iterable[Box]:
             f"replayed {_n(facts.grad_norm)}, {_times(facts.grad_ratio)} the usual {_n(facts.usual_grad_norm or 0)}"
         )
         yield Box(1, item, _status(facts.grad_ratio <= GRADIENT_JUMP), measured)
+
+
+def _lacking_in_the_log(facts: ChecklistFacts) -> str:
+    """What would tell the logged loss of the batch's step, where it is not known."""
+    log = facts.log
+    if log is None:
+        return _LOG
+    if facts.step is None:
+        return _STEP
+    holds = f": this one holds steps {log.first_step}–{log.last_step}" if log.last_step is not None else ""
+    return f"a log with the loss of step {facts.step}{holds}"
 
 
 def _usual(value: float | None) -> str:
@@ -329,24 +358,8 @@ def _categories(facts: ChecklistFacts) -> Iterable[Box]:
 
 
 def _isolate(facts: ChecklistFacts) -> Iterable[Box]:
-    item = "The checkpoint is from before the spike"
-    if facts.step is None or facts.checkpoint_step is None:
-        lacking = (
-            "--step with the step that consumed the batch"
-            if facts.step is None
-            else "a checkpoint that stores its step"
-        )
-        yield Box(3, item, "unknown", "", lacking)
-    else:
-        measured = f"checkpoint of step {facts.checkpoint_step}, batch of step {facts.step}"
-        yield Box(3, item, _status(facts.checkpoint_step <= facts.step), measured)
-
-    log = facts.log
-    logged = log.logged_loss if log else None
-    beside = f"; logged {_n(logged)}" if logged is not None else "; nothing logged to compare with"
-    astray = facts.verdict.cause in ("not-reproduced", "nondeterministic-replay")
-    measured = f"loss {_n(facts.loss)}, gradient norm {_n(facts.grad_norm)}{beside}"
-    yield Box(3, "Forward and backward replayed on the exact batch, and the log agrees", _status(not astray), measured)
+    yield _before_spike_box(facts)
+    yield _agreement_box(facts)
 
     item = "No layer's gradient stands out"
     if not facts.layer_grad_norms:
@@ -360,6 +373,51 @@ def _isolate(facts: ChecklistFacts) -> Iterable[Box]:
     else:
         layer, head, logit = facts.hottest_head
         yield Box(3, item, _status(logit <= LOGIT_LIMIT), f"hottest: layer {layer} head {head} with {_n(logit)}")
+
+
+def _before_spike_box(facts: ChecklistFacts) -> Box:
+    item = "The checkpoint is from before the spike"
+    log, step = facts.log, facts.step
+    known = ", ".join(map(str, log.spike_steps[-3:])) if log is not None else ""
+    others = f"the log's spikes: step {known}" if known else ""
+    if step is None:
+        return Box(3, item, "unknown", others, _STEP)
+    if log is not None and step not in log.spike_steps and not _logged_spike(facts):
+        if log.logged_loss is None:
+            return Box(3, item, "unknown", others, _lacking_in_the_log(facts))
+        here = f"the log has no spike at step {step}"
+        return Box(3, item, "unknown", f"{here}; {others}", _STEP) if others else _not_applicable(3, item, here)
+    if log is None and facts.verdict.cause == "none":
+        return _not_applicable(3, item, f"nothing shows a spike at step {step}")
+    if facts.checkpoint_step is None:
+        return Box(3, item, "unknown", "", "a checkpoint that stores its step")
+    age = step - facts.checkpoint_step
+    measured = f"checkpoint of step {facts.checkpoint_step}, batch of step {step}"
+    older = f", {age} steps later" if age > 1 else ""
+    return Box(3, item, _status(age >= 0), measured + older)
+
+
+def _agreement_box(facts: ChecklistFacts) -> Box:
+    item = "Forward and backward replayed on the exact batch, and the log agrees"
+    log = facts.log
+    logged = log.logged_loss if log else None
+    measured = f"loss {_n(facts.loss)}, gradient norm {_n(facts.grad_norm)}"
+    if facts.verdict.cause == "nondeterministic-replay":
+        return Box(3, item, "fail", f"{measured}; another replay of the same batch differs")
+    if log is None or logged is None:
+        return Box(3, item, "unknown", measured, _lacking_in_the_log(facts))
+    limit = max(LOSS_SIGMAS * (log.loss_spread or 0.0), LOSS_JUMP)
+    replayed = (facts.loss, *(gap.loss for _, gap in facts.precisions))
+    agrees = any(_as_logged(loss, logged, limit) for loss in replayed)
+    measured += f"; logged {_n(logged)}"
+    return Box(3, item, _status(agrees and facts.verdict.cause != "not-reproduced"), measured)
+
+
+def _as_logged(loss: float, logged: float, limit: float) -> bool:
+    """Whether a replay, in fp32 or in a precision of the run, gives what the log says, as far as batches differ."""
+    if not math.isfinite(logged):
+        return not math.isfinite(loss)
+    return abs(loss - logged) <= limit
 
 
 def _layers_box(item: str, norms: tuple[tuple[int, float], ...]) -> Box:
@@ -394,18 +452,7 @@ def _root_cause(facts: ChecklistFacts) -> Iterable[Box]:
     else:
         yield Box(4, item, "unknown", "", '"source" in incident.json: the shard and the documents')
 
-    item = "fp32 and the run's precision agree"
-    if not facts.precisions:
-        yield Box(4, item, "unknown", "", "--precisions with the run's, such as bf16")
-    else:
-        worst = max(
-            (gap.token_gap for _, gap in facts.precisions), key=lambda gap: math.inf if math.isnan(gap) else gap
-        )
-        good = worst <= ALERT and facts.verdict.cause not in _IN_PRECISION
-        gaps = (
-            f"{name}: {_n(gap.token_gap)} nats per token, {gap.nonfinite} non-finite" for name, gap in facts.precisions
-        )
-        yield Box(4, item, _status(good), "; ".join(gaps))
+    yield _precision_box(facts)
 
     item = "The learning rate fits this step"
     if facts.lr is None:
@@ -423,17 +470,30 @@ def _root_cause(facts: ChecklistFacts) -> Iterable[Box]:
             yield Box(4, item, _status(harmless and facts.verdict.cause not in _IN_LR), measured)
 
 
+def _precision_box(facts: ChecklistFacts) -> Box:
+    item = "fp32 and the run's precision agree"
+    own = facts.run_precision
+    gaps = [(name, gap) for name, gap in facts.precisions if own is None or name == own]
+    told = "; ".join(f"{name}: {_n(gap.token_gap)} nats per token, {gap.nonfinite} non-finite" for name, gap in gaps)
+    if own == "fp32":
+        return _not_applicable(4, item, "the run trained in fp32")
+    if not gaps:
+        return Box(4, item, "unknown", "", "--precisions with the run's, such as bf16")
+    good = all(gap.token_gap <= ALERT for _, gap in gaps) and facts.verdict.cause not in _IN_PRECISION
+    if good and own is None:
+        return Box(4, item, "unknown", told, "what the run trained in: --precisions, its own first")
+    return Box(4, item, _status(good), told)
+
+
 def _mitigate(facts: ChecklistFacts) -> Iterable[Box]:
     verdict = facts.verdict
     yield _fix_box(verdict)
     yield _resume_box(facts)
-    yield Box(
-        5,
-        "500 steps watched after the restart before alerts go back to normal",
-        "pass" if verdict.cause == "none" else "unknown",
-        "no restart needed" if verdict.cause == "none" else "",
-        "" if verdict.cause == "none" else "the resumed run's log, once it has run",
-    )
+    item = "500 steps watched after the restart before alerts go back to normal"
+    if verdict.cause == "none":
+        yield _not_applicable(5, item, "no restart is asked for")
+    else:
+        yield Box(5, item, "unknown", "", "the resumed run's log, once it has run")
     yield Box(5, _WRITTEN_DOWN, "unknown", "", "--out incident.md")
 
 
@@ -441,7 +501,9 @@ def _fix_box(verdict: Verdict) -> Box:
     item = "A fix is known"
     share = "" if verdict.explained is None else f"removes {100 * verdict.explained:.0f} % of the excess"
     if verdict.cause == "none":
-        return Box(5, item, "pass", "nothing to fix")
+        return _not_applicable(5, item, "nothing was found to fix")
+    if verdict.cause in _OUTSIDE:
+        return Box(5, item, "unknown", "", "the cause, first: it is outside checkpoint and batch")
     if verdict.cause == "unexplained":
         return Box(5, item, "fail", f"the best repair tried {share}" if share else "no repair tried removes the excess")
     if share and verdict.status in ("confirmed", "likely"):
@@ -459,7 +521,9 @@ def _resume_box(facts: ChecklistFacts) -> Box:
     if not math.isfinite(facts.baseline_loss if facts.baseline_loss is not None else 0.0):
         return Box(5, item, "fail", f"the baseline batch gives a loss of {facts.baseline_loss}")
     if cause == "none":
-        return Box(5, item, "pass", f"it replays the batch with a loss of {_n(facts.loss)}")
+        told = f"it replays the batch with a loss of {_n(facts.loss)}{_usual(facts.usual_loss)}"
+        known = facts.usual_loss is not None
+        return Box(5, item, "pass" if known else "unknown", told, "" if known else _REFERENCE)
     if facts.baseline_loss is None:
         return Box(5, item, "unknown", "", "--baseline with a healthy batch")
     usual = facts.log.usual_loss if facts.log else None
@@ -473,10 +537,10 @@ def _resume_box(facts: ChecklistFacts) -> Box:
 def _prevent(facts: ChecklistFacts) -> Iterable[Box]:
     cause = facts.verdict.cause
     item = "The token audit would have stopped this batch"
-    if cause in ("unexplained", "not-reproduced"):
+    if cause == "unexplained" or cause in _OUTSIDE:
         yield Box(6, item, "unknown", "", "a cause, first")
     elif cause not in _IN_DATA:
-        yield Box(6, item, "pass", "the cause is not in the data" if cause != "none" else "nothing to stop")
+        yield _not_applicable(6, item, "the cause is not in the data" if cause != "none" else "nothing to stop")
     else:
         caught = any(cause in flags for _, flags in facts.flagged)
         yield Box(
@@ -519,4 +583,6 @@ def _growth_box(facts: ChecklistFacts) -> Box:
         return Box(6, item, "pass", measured)
     if facts.hottest_head is None:
         return Box(6, item, "unknown", measured, "a model whose attention can be measured")
-    return Box(6, item, _status(facts.hottest_head[2] <= LOGIT_LIMIT), measured)
+    if facts.hottest_head[2] <= LOGIT_LIMIT:
+        return Box(6, item, "unknown", measured, "a look at the training loop: does it use z-loss or QK-clip?")
+    return Box(6, item, "fail", measured)

@@ -42,6 +42,7 @@ def run(request: Request, progress: Progress | None = None) -> Report:
         lr=incident.lr,
         grad_clip=incident.grad_clip,
         source=dict(incident.source),
+        run_precision=None if incident.precision_is_assumed else incident.run_precision,
     )
     return Report(
         probe_version=__version__,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stability_probe.checklist import ChecklistFacts, answer, facts_from, written_down
+from stability_probe.checklist import ChecklistFacts, answer, applies, facts_from, written_down
 from stability_probe.measure import LogFacts, PrecisionGap
 from stability_probe.schema import Location, Remedy, Verdict
 
@@ -32,7 +32,11 @@ HEALTHY = {
     "damage": -0.01,
     "has_optimizer": True,
     "source": "shard c4-00012",
+    "run_precision": "bf16",
 }
+SPIKE_LOG = LogFacts(
+    421, 3.42, 0.03, 0.43, 7.9, 31.0, 2.9e-4, 3e-4, 100, first_step=1, last_step=430, spike_steps=(421,)
+)
 
 
 def boxes(**changes):
@@ -49,12 +53,19 @@ def verdict(cause, status="confirmed", explained=0.97, **more):
 
 
 def test_a_healthy_run_fails_nothing_and_leaves_only_what_no_file_tells():
-    unknown = {box.item for box in boxes() if box.status == "unknown"}
+    unknown = {box.item for box in boxes() if box.status == "unknown" and applies(box)}
     assert not [box for box in boxes() if box.status == "fail"]
     assert unknown == {
         "The incident is written down: what failed, why, what fixed it",
         "Every rank tells the same, not one shard alone",
         "The loop skips a batch whose gradient norm jumps",
+        "Attention logits and log Z are kept from growing",
+    }
+    assert {box.item: box.measured for box in boxes() if not applies(box)} == {
+        "The checkpoint is from before the spike": "the log has no spike at step 421",
+        "A fix is known": "nothing was found to fix",
+        "500 steps watched after the restart before alerts go back to normal": "no restart is asked for",
+        "The token audit would have stopped this batch": "nothing to stop",
     }
 
 
@@ -102,8 +113,9 @@ def test_every_box_is_answered_whatever_the_facts(
     )
     for answered in answer(facts):
         assert answered.status in ("pass", "fail", "unknown")
-        assert (answered.status == "unknown") == bool(answered.needs), answered
+        assert answered.status == "unknown" or not answered.needs, answered
         assert answered.measured or answered.needs
+        assert applies(answered) == (answered.status != "unknown" or bool(answered.needs))
 
 
 def test_nothing_but_a_replay_says_what_to_supply():
@@ -131,7 +143,6 @@ def test_nothing_but_a_replay_says_what_to_supply():
         ("near zero", {"grad_norm": 1e-7}),
         ("near zero", {"grad_norm": 1e-4}),
         ("end of warm-up", {"loss": 5.5, "step": 120}),
-        ("before the spike", {"checkpoint_step": 422}),
         ("replayed on the exact batch", {"verdict": verdict("not-reproduced")}),
         ("No layer", {"layer_grad_norms": ((0, 0.1), (1, 0.1), (2, 1.01))}),
         ("No layer", {"layer_grad_norms": ((0, 0.1), (1, math.nan), (2, 0.1))}),
@@ -144,19 +155,17 @@ def test_nothing_but_a_replay_says_what_to_supply():
                 "precisions": (
                     ("bf16", PrecisionGap(3.4, 0.01, 0.4, 0)),
                     ("fp16", PrecisionGap(math.nan, math.nan, 1, 9)),
-                )
+                ),
+                "run_precision": "fp16",
             },
         ),
+        ("replayed on the exact batch", {"log": LogFacts(421, 3.42, 0.03, 0.43, 9.1, 0.45)}),
+        ("replayed on the exact batch", {"log": LogFacts(421, 3.42, 0.03, 0.43, math.nan, 0.45)}),
         ("learning rate fits", {"damage": 0.4}),
         ("learning rate fits", {"verdict": verdict("learning-rate-too-high")}),
-        ("A fix is known", {"verdict": verdict("unexplained", None, 0.31)}),
-        ("A fix is known", {"verdict": verdict("garbage-tokens", "likely", 0.31)}),
         ("sound enough", {"verdict": verdict("corrupt-weights")}),
         ("sound enough", {"verdict": verdict("repeated-tokens"), "baseline_loss": 4.5}),
         ("sound enough", {"verdict": verdict("repeated-tokens"), "baseline_loss": math.nan}),
-        ("would have stopped", {"verdict": verdict("repeated-tokens")}),
-        ("kept from growing", {"hottest_head": (17, 2, 379.0)}),
-        ("kept from growing", {"verdict": verdict("logit-drift"), "qk_norm": True}),
     ],
 )
 def test_a_bad_fact_fails_its_box(item, changes):
@@ -164,9 +173,101 @@ def test_a_bad_fact_fails_its_box(item, changes):
     assert box(item, **changes).status == "fail"
 
 
+# These boxes ask nothing of a healthy run, so both answers are given.
+CAUGHT = {"verdict": verdict("repeated-tokens"), "flagged": ((3, ("repeated-tokens",)),)}
+
+
+@pytest.mark.parametrize(
+    ("item", "good", "bad"),
+    [
+        ("before the spike", {"log": SPIKE_LOG}, {"log": SPIKE_LOG, "checkpoint_step": 422}),
+        (
+            "before the spike",
+            {"log": None, "verdict": verdict("repeated-tokens")},
+            {"log": None, "verdict": verdict("repeated-tokens"), "checkpoint_step": 422},
+        ),
+        ("A fix is known", CAUGHT, {"verdict": verdict("unexplained", None, 0.31)}),
+        ("A fix is known", CAUGHT, {"verdict": verdict("garbage-tokens", "likely", 0.31)}),
+        ("would have stopped", CAUGHT, {"verdict": verdict("repeated-tokens")}),
+        ("kept from growing", {"qk_norm": True}, {"hottest_head": (17, 2, 379.0)}),
+        ("kept from growing", {"qk_norm": True}, {"verdict": verdict("logit-drift"), "qk_norm": True}),
+    ],
+)
+def test_both_answers_of_a_box(item, good, bad):
+    assert box(item, **good).status == "pass"
+    assert box(item, **bad).status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("item", "changes", "needs"),
+    [
+        ("log agrees", {"log": None}, "--log"),
+        ("log agrees", {"log": LogFacts(5000, 3.42, first_step=1, last_step=430)}, "steps 1–430"),
+        ("log agrees", {"log": LogFacts(None, 3.42, first_step=1, last_step=430), "step": None}, "--step"),
+        ("The log shows", {"log": LogFacts(421, 3.42, first_step=1, last_step=430)}, "steps 1–430"),
+        ("The log shows", {"log": LogFacts(421, logged_loss=3.4)}, "begins some steps before"),
+        # The spike of the log is at another step than the batch's.
+        ("before the spike", {"step": 400, "log": LogFacts(400, 3.42, 0.03, 0.4, 3.4, spike_steps=(999,))}, "--step"),
+        ("before the spike", {"step": 5000, "log": LogFacts(5000, 3.42, last_step=430, first_step=1)}, "steps 1–430"),
+        ("before the spike", {"log": SPIKE_LOG, "checkpoint_step": None}, "stores its step"),
+        ("before the spike", {"log": None, "step": None}, "--step"),
+        ("precision agree", {"run_precision": None}, "what the run trained in"),
+        ("precision agree", {"run_precision": "fp16"}, "--precisions"),
+        ("sound enough", {"log": None, "baseline_loss": None}, "--baseline"),
+        ("kept from growing", {}, "z-loss"),
+        (
+            "A fix is known",
+            {"verdict": verdict("not-reproduced", "decisive", remedies=(Remedy("Look."),))},
+            "the cause",
+        ),
+        ("would have stopped", {"verdict": verdict("nondeterministic-replay", "decisive")}, "a cause"),
+    ],
+)
+def test_a_tick_is_earned(item, changes, needs):
+    found = box(item, **changes)
+    assert found.status == "unknown" and needs in found.needs
+
+
+def test_the_step_of_the_logs_spike_is_told():
+    log = LogFacts(400, 3.42, 0.03, 0.4, 3.4, spike_steps=(7, 999))
+    assert box("before the spike", step=400, log=log).measured == (
+        "the log has no spike at step 400; the log's spikes: step 7, 999"
+    )
+
+
 @pytest.mark.parametrize(
     ("item", "changes"),
     [
+        ("precision agree", {"run_precision": "fp32"}),
+        ("would have stopped", {"verdict": verdict("corrupt-weights")}),
+        ("before the spike", {"log": None}),
+    ],
+)
+def test_a_question_that_does_not_arise_is_neither_ticked_nor_open(item, changes):
+    found = box(item, **changes)
+    assert found.status == "unknown" and not applies(found) and found.measured
+
+
+@pytest.mark.parametrize(
+    ("item", "changes"),
+    [
+        ("log agrees", {"log": LogFacts(421, 3.42, 0.03, 0.43, 3.9, 0.45)}),
+        (
+            "log agrees",
+            {
+                "log": LogFacts(421, 3.42, 0.03, 0.43, math.nan, 0.45),
+                "precisions": (("fp16", PrecisionGap(math.nan, math.nan, 1, 9)),),
+            },
+        ),
+        (
+            "precision agree",
+            {
+                "precisions": (
+                    ("bf16", PrecisionGap(3.4, 0.01, 0.4, 0)),
+                    ("fp16", PrecisionGap(math.nan, math.nan, 1, 9)),
+                )
+            },
+        ),
         ("gradient norm ordinary", {"loss": 3.59}),  # 5.7 sigma
         ("Gradient norm of the batch", {"grad_norm": 2.1}),  # 4.9 times
         ("end of warm-up", {"step": 120}),  # at the peak, and no spike
@@ -174,6 +275,7 @@ def test_a_bad_fact_fails_its_box(item, changes):
         ("No layer", {"layer_grad_norms": ((0, 0.1), (1, 0.1), (2, 0.99))}),
         ("attention logits stay", {"hottest_head": (0, 0, 100.0)}),
         ("kept from growing", {"hottest_head": (17, 2, 379.0), "qk_norm": True}),
+        ("before the spike", {"log": SPIKE_LOG, "checkpoint_step": 421}),
         ("sound enough", {"verdict": verdict("repeated-tokens")}),
         ("would have stopped", {"verdict": verdict("repeated-tokens"), "flagged": ((3, ("repeated-tokens",)),)}),
         (

@@ -9,7 +9,7 @@ import pytest
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
 
-from stability_probe.reports import render, words
+from stability_probe.reports import render, sections, words
 from stability_probe.schema import Evidence, Location, Outcome, Ranked, Report
 from tests.report_samples import SAMPLES, healthy, latent, repeated, unexplained
 
@@ -41,9 +41,9 @@ def test_cause_status_place_and_action_come_first(sample, format_):
     verdict = report.verdict
     assert verdict.cause in head
     assert words.title(verdict.cause) in head
-    assert words.certainty(verdict.cause, verdict.status, verdict.explained) in head
+    assert sections.sure(report) in head
     assert words.where(verdict.location) in re.sub(r"\s*│\s*\n│\s*", " ", head)
-    assert words.do_now(report)[0][:30] in head
+    assert sections.do_now(report)[0][:30] in head
 
 
 def test_a_baseline_stands_beside_each_number():
@@ -68,6 +68,80 @@ def test_healthy_reads_as_reassurance():
     assert text.index("Why this is healthy") < text.index("Checklist")
     assert "massive activation" in text
     assert "Rivals" not in text
+
+
+def alone(report):
+    return dataclasses.replace(report, inputs={**report.inputs, "baseline": [], "log": []})
+
+
+LACKING = (
+    Outcome("stale-second-moment", "skipped", "no optimizer state; give it with --optimizer"),
+    Outcome("epsilon-floor", "skipped", "no optimizer state; give it with --optimizer"),
+    Outcome("data-shift", "skipped", "give --baseline, or the log with --log"),
+    Outcome("router-collapse", "skipped", "the model is dense"),
+    Outcome("not-reproduced", "skipped", "give the log with --log and the step with --step"),
+    Outcome("corrupt-weights", "clear", "no sign of it"),
+)
+
+
+@pytest.mark.parametrize(("format_", "layout"), [("terminal", {"width": 80}), ("markdown", {})])
+def test_no_fault_without_anything_to_compare_with_says_so_first(format_, layout):
+    report = dataclasses.replace(alone(healthy()), outcomes=LACKING)
+    text = re.sub(r"[\s│*]+", " ", "\n".join(render(report, format_, **layout).splitlines()[:16])).replace("\\", "")
+    assert "nothing was given to compare with" in text and "healthy: no excess" not in text
+    assert "No baseline and no log" in text
+    told = "4 of 6 causes could not be checked; what would check them: --optimizer (2), --log (2), --baseline (1)"
+    assert told in text
+    assert "Nothing." not in text
+
+
+def test_no_fault_beside_a_baseline_only_names_what_was_not_given():
+    report = dataclasses.replace(healthy(), outcomes=LACKING)
+    assert sections.is_compared(report)
+    assert sections.lacking(report) == (
+        "4 of 6 causes could not be checked; what would check them: --optimizer (2), --log (2), --step (1)."
+    )
+    assert "lacks" in render(report, "terminal", width=80)
+
+
+def test_a_cause_that_was_found_needs_no_list_of_what_is_lacking():
+    assert sections.lacking(alone(dataclasses.replace(repeated(), outcomes=LACKING))) == ""
+
+
+def test_the_same_reason_is_given_once():
+    report = dataclasses.replace(repeated(), outcomes=LACKING)
+    for format_ in ("terminal", "markdown"):
+        text = render(report, format_)
+        assert text.count("no optimizer state") == 1
+    assert "stale-second-moment, epsilon-floor skipped: no optimizer state" in render(report, "terminal", width=120)
+
+
+def test_a_question_that_does_not_arise_has_a_mark_of_its_own():
+    text = render(healthy(), "terminal", width=120)
+    assert re.search(r"\n +– +A fix is known +nothing was found to fix", text)
+    assert "➖ A fix is known" in render(healthy(), "markdown")
+    counts = re.search(r"Checklist: (\d+) pass, (\d+) fail, (\d+) unknown, (\d+) n\.a\.", text)
+    assert sum(map(int, counts.groups())) == len(healthy().checklist) == 25
+
+
+@pytest.mark.parametrize("status", ["decisive", "likely"])
+def test_what_the_log_has_and_the_replay_has_not_is_no_stored_proof(status):
+    said = words.certainty("not-reproduced", status, None)
+    assert "stored data" not in said and "replay is healthy where the log is not" in said
+    assert "stored data" in words.certainty("nonfinite-weights", "decisive", None)
+    assert "two replays" in words.certainty("nondeterministic-replay", "decisive", None)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "source", "told"),
+    [
+        (1.0, "QK-clip's τ, Kimi K2 report (2025)", "QK-clip's τ, Kimi K2 report"),
+        (None, "whatever", ""),
+        (1.0, "word " * 30, ("word " * 11).strip() + " …"),
+    ],
+)
+def test_where_a_limit_comes_from_is_told_in_a_few_words(threshold, source, told):
+    assert sections.limit_source(Evidence("x", 1.0, threshold=threshold, source=source)) == told
 
 
 def test_unexplained_lists_what_was_tried():

@@ -15,7 +15,7 @@ FORMAT = "markdown"
 EXTENSION = ".md"
 MAX_ROWS = 20
 
-_MARKS = {"pass": "✅", "fail": "❌", "unknown": "❔"}
+_MARKS = {"pass": "✅", "fail": "❌", "unknown": "❔", "n.a.": "➖"}
 _SIGNS = {"none": "✅", "unexplained": "❔", "not-reproduced": "❔"}
 
 
@@ -27,12 +27,16 @@ def render(report: Report) -> str:
 
 def _verdict(report: Report) -> Iterator[str]:
     verdict = report.verdict
-    yield f"## {_SIGNS.get(verdict.cause, '❌')} {prose(words.title(verdict.cause))} ({code(verdict.cause)})"
-    yield f"**{prose(words.certainty(verdict.cause, verdict.status, verdict.explained))}**"
+    alone = verdict.cause == "none" and not sections.is_compared(report)
+    sign = "❔" if alone else _SIGNS.get(verdict.cause, "❌")
+    yield f"## {sign} {prose(words.title(verdict.cause))} ({code(verdict.cause)})"
+    yield f"**{prose(sections.sure(report))}**"
     yield prose(verdict.summary)
     where = words.where(verdict.location)
-    action, command = words.do_now(report)
-    yield "\n".join([*([f"- **Where:** {code(where)}"] if where else []), f"- **Now:** {prose(action)}"])
+    action, command = sections.do_now(report)
+    lacking = sections.lacking(report)
+    lines = [f"- **Where:** {code(where)}"] * bool(where) + [f"- **Lacks:** {prose(lacking)}"] * bool(lacking)
+    yield "\n".join([*lines, f"- **Now:** {prose(action)}"])
     if command:
         yield fence(command, "sh")
 
@@ -119,7 +123,7 @@ def _checklist(report: Report) -> Iterator[str]:
 def _box(item: Box) -> str:
     measured = f" — {prose(item.measured)}" if item.measured else ""
     needs = f" *Needs:* {prose(item.needs)}" if item.needs else ""
-    return f"{_MARKS[item.status]} {prose(item.item)}{measured}{needs}"
+    return f"{_MARKS[sections.mark(item)]} {prose(item.item)}{measured}{needs}"
 
 
 def _replays(report: Report) -> Iterator[str]:
@@ -183,7 +187,10 @@ def _cells(columns: tuple[tables.Column, ...], cells: tuple[str, ...]) -> list[s
 def _footer(report: Report) -> Iterator[str]:
     lines = [f"{prose(name)}: {code(text)}" for name, text in sections.inputs(report)]
     lines += [prose(note) for note in report.notes]
-    lines += [f"{code(o.rule)} {o.status}: {prose(o.reason)}" for o in sections.unanswered(report)]
+    lines += [
+        f"{', '.join(map(code, group.rules))} {group.status}: {prose(group.reason)}"
+        for group in sections.unanswered(report)
+    ]
     if lines:
         yield _folded(f"Inputs and notes ({len(lines)})", _bullets(lines))
     said = ". ".join(part for part in (sections.coverage(report), f"stability_probe {report.probe_version}") if part)

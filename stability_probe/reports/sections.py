@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+from collections import Counter
 from dataclasses import dataclass
 
 from stability_probe.reports import words
-from stability_probe.schema import Box, Evidence, InterventionRecord, Outcome, Ranked, Report
+from stability_probe.schema import Box, Evidence, InterventionRecord, Ranked, Report
 
 STEPS = {
     1: "Establish what happened",
@@ -33,6 +36,17 @@ def evidence(report: Report) -> tuple[Evidence, ...]:
         if ranked.cause == cause and ranked.evidence:
             return ranked.evidence
     return next((outcome.evidence for outcome in report.outcomes if outcome.rule == cause), ())
+
+
+MAX_SOURCE = 60  # characters: one line beside the numbers; the Markdown and JSON reports hold the whole source
+
+
+def limit_source(item: Evidence) -> str:
+    """Where a limit comes from, in a few words; empty where no limit was applied."""
+    if item.threshold is None:
+        return ""
+    first = re.split(r"[;:(]", item.source, maxsplit=1)[0].strip()
+    return textwrap.shorten(first, MAX_SOURCE, placeholder=" …")
 
 
 def rivals(report: Report) -> list[Rival]:
@@ -84,9 +98,17 @@ def steps(report: Report) -> list[tuple[str, list[Box]]]:
     ]
 
 
+def mark(box: Box) -> str:
+    """Its status; "n.a." where the question does not arise, which the schema holds as `unknown` without needs."""
+    return "n.a." if box.status == "unknown" and not box.needs else box.status
+
+
 def tally(report: Report) -> str:
-    """ "16 pass, 3 fail, 6 unknown"."""
-    counts = {status: sum(box.status == status for box in report.checklist) for status in ("pass", "fail", "unknown")}
+    """ "13 pass, 3 fail, 6 unknown, 3 n.a."."""
+    marks = [mark(box) for box in report.checklist]
+    counts = {
+        name: marks.count(name) for name in ("pass", "fail", "unknown", "n.a.") if name != "n.a." or name in marks
+    }
     return ", ".join(f"{count} {status}" for status, count in counts.items())
 
 
@@ -112,9 +134,75 @@ def _described(item: object) -> str:
     return " · ".join(path + facts)
 
 
-def unanswered(report: Report) -> list[Outcome]:
-    """Rules that could not look: skipped for want of an input, or crashed."""
-    return [outcome for outcome in report.outcomes if outcome.status in ("skipped", "crashed")]
+@dataclass(frozen=True)
+class Unanswered:
+    """Rules that could not look, all for the same reason."""
+
+    rules: tuple[str, ...]
+    status: str
+    reason: str
+
+
+def unanswered(report: Report) -> list[Unanswered]:
+    """Rules that could not look, skipped for want of an input or crashed: one entry for each reason."""
+    rules: dict[tuple[str, str], list[str]] = {}
+    for outcome in report.outcomes:
+        if outcome.status in ("skipped", "crashed"):
+            rules.setdefault((outcome.status, outcome.reason), []).append(outcome.rule)
+    return [Unanswered(tuple(names), status, reason) for (status, reason), names in rules.items()]
+
+
+def is_compared(report: Report) -> bool:
+    """Whether anything outside the batch says what is usual: a baseline or the run's log."""
+    return bool(report.inputs.get("baseline") or report.inputs.get("log"))
+
+
+def sure(report: Report) -> str:
+    """How sure the verdict is, in one line."""
+    verdict = report.verdict
+    if verdict.cause == "none" and not is_compared(report):
+        return "no excess seen, but nothing was given to compare with"
+    return words.certainty(verdict.cause, verdict.status, verdict.explained)
+
+
+def do_now(report: Report) -> tuple[str, str | None]:
+    """The first thing to do, and its command."""
+    if report.verdict.cause == "none" and not is_compared(report):
+        return (
+            "Replay once more with --baseline (a healthy batch) and --log (the run's log): until then this is no "
+            "proof of health.",
+            None,
+        )
+    return words.do_now(report)
+
+
+def lacking(report: Report) -> str:
+    """What a verdict of no fault could not look at, and the options that would let it; else empty."""
+    if report.verdict.cause != "none":
+        return ""
+    alone = "" if is_compared(report) else "No baseline and no log: nothing says what is usual for this run. "
+    options = _options_asked_for(report)
+    count = sum(bool(_OPTION.search(outcome.reason)) for outcome in report.outcomes if outcome.status == "skipped")
+    if not count:
+        return alone.strip()
+    told = ", ".join(f"{option} ({causes})" for option, causes in options)
+    would = f"; what would check them: {told}" if told else ""
+    return f"{alone}{count} of {len(report.outcomes)} causes could not be checked{would}."
+
+
+_OPTION = re.compile(r"--[a-z][a-z-]+")
+
+
+def _options_asked_for(report: Report) -> list[tuple[str, int]]:
+    """(option, number of skipped causes whose reason names it), without what was given, most wanted first."""
+    given = {f"--{name}" for name in ("baseline", "log", "step") if report.inputs.get(name) not in (None, [], "")}
+    named = Counter(
+        option
+        for outcome in report.outcomes
+        if outcome.status == "skipped"
+        for option in sorted(set(_OPTION.findall(outcome.reason)) - given)
+    )
+    return named.most_common()
 
 
 def coverage(report: Report) -> str:

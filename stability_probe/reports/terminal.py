@@ -18,7 +18,7 @@ from rich.text import Text
 
 from stability_probe.reports import sections, tables, words
 from stability_probe.reports.safe_text import clean
-from stability_probe.schema import Box, Report, Verdict
+from stability_probe.schema import Box, Report
 
 FORMAT = "terminal"
 EXTENSION = ".txt"
@@ -26,7 +26,7 @@ MAX_ROWS = 8  # of each long table: a screenful in all; the JSON report holds ev
 MAX_EVIDENCE = 12
 MAX_VALUE = 20  # columns of a value; a value in words stands beside its name instead
 
-_MARKS = {"pass": ("✓", "green"), "fail": ("✗", "red"), "unknown": ("?", "yellow")}
+_MARKS = {"pass": ("✓", "green"), "fail": ("✗", "red"), "unknown": ("?", "yellow"), "n.a.": ("–", "dim")}
 
 
 def render(report: Report, width: int = 100, colour: bool = False) -> str:
@@ -71,26 +71,30 @@ def _parts(report: Report) -> Iterator[RenderableType]:
 # --- the five seconds at 3 AM -------------------------------------------------------------------
 
 
-def _tone(verdict: Verdict) -> str:
+def _tone(report: Report) -> str:
+    verdict = report.verdict
     if verdict.cause == "none":
-        return "green"
+        return "green" if sections.is_compared(report) else "yellow"
     return "red" if verdict.status in ("decisive", "confirmed") and verdict.cause != "unexplained" else "yellow"
 
 
 def _verdict_panel(report: Report) -> RenderableType:
     verdict = report.verdict
-    tone = _tone(verdict)
-    action, command = words.do_now(report)
+    tone = _tone(report)
+    action, command = sections.do_now(report)
     heading = Text.assemble(
         (words.title(clean(verdict.cause)), f"bold {tone}"), "  ", (clean(verdict.cause), "dim"), overflow="fold"
     )
-    sure = Text(words.certainty(verdict.cause, verdict.status, verdict.explained), style=tone)
+    sure = Text(sections.sure(report), style=tone)
     facts = _grid()
     facts.add_column(style="bold", no_wrap=True, min_width=6)
     facts.add_column(overflow="fold")
     where = words.where(verdict.location)
     if where:
         facts.add_row("where", _text(where))
+    lacking = sections.lacking(report)
+    if lacking:
+        facts.add_row("lacks", _text(lacking))
     facts.add_row("now", _text(action))
     if command:
         facts.add_row("", _command(command))
@@ -132,10 +136,9 @@ def _evidence(report: Report) -> Iterator[RenderableType]:
     table = _table("measured", "value", "reference", "limit", numbers=(1, 3), ratios=(5, 0, 3, 0))
     for item in items[:MAX_EVIDENCE]:
         value, is_long = words.with_unit(item.value, item.unit), len(str(item.value)) > MAX_VALUE
+        source = sections.limit_source(item)
         table.add_row(
-            _two_lines(
-                f"{item.what}: {value}" if is_long else item.what, f"limit: {item.source}" if item.source else ""
-            ),
+            _two_lines(f"{item.what}: {value}" if is_long else item.what, f"limit: {source}" if source else ""),
             Text("" if is_long else clean(value), style="bold", overflow="fold"),
             _two_lines(words.number(item.reference), item.reference_name),
             _text(words.number(item.threshold)),
@@ -188,7 +191,7 @@ def _checklist(report: Report) -> Iterator[RenderableType]:
         grid.add_column(ratio=5, overflow="fold")
         grid.add_column(ratio=6, overflow="fold")
         for item in boxes:
-            mark, tone = _MARKS[item.status]
+            mark, tone = _MARKS[sections.mark(item)]
             grid.add_row(Text(mark, style=f"bold {tone}"), _text(item.item), _answer(item))
         yield Padding(grid, (0, 0, 0, 3), expand=True)
 
@@ -264,7 +267,7 @@ def _footer(report: Report) -> Iterator[RenderableType]:
     if report.notes or unanswered:
         yield _heading("Notes")
         yield from (_item("·", note) for note in report.notes)
-        yield from (_item("·", f"{outcome.rule} {outcome.status}: {outcome.reason}") for outcome in unanswered)
+        yield from (_item("·", f"{', '.join(group.rules)} {group.status}: {group.reason}") for group in unanswered)
     said = ". ".join(part for part in (sections.coverage(report), f"stability_probe {report.probe_version}") if part)
     yield Text(f"\n {clean(said)}", style="dim")
 

@@ -54,6 +54,10 @@ def certainty(cause: str, status: Status | None, explained: float | None) -> str
         return "healthy: no excess that needs explaining"
     if cause == "unexplained":
         return f"the best repair removes {share} of the excess" if share else "no repair removes the excess"
+    if cause == "not-reproduced":
+        return "decisive: the replay is healthy where the log is not, so the cause is in neither of the files"
+    if cause == "nondeterministic-replay" and status == "decisive":
+        return "decisive: nothing was changed between two replays, and they differ"
     if status == "decisive":
         return "decisive: the stored data prove it, no replay needed"
     if status == "confirmed":
