@@ -148,3 +148,17 @@ def test_decoded_previews_are_clean_whatever_the_bytes(values: list[int]) -> Non
 
     shown = command.preview(values, Bytes())  # type: ignore[arg-type]
     assert not re.search("[\x00-\x1f\x7f-\x9f\xad]", shown)
+
+
+def test_shards_with_flagged_rows_say_drop_them(tmp_path, capsys):
+    words = np.frombuffer(Path(command.__file__).read_bytes(), np.uint8)
+    rows = np.resize(words, (5, 2048)).astype(np.uint16)
+    np.save(tmp_path / "clean.npy", rows)
+    assert command.run_batch_audit([tmp_path / "clean.npy"], quiet=False) == 0
+    assert "DROP ROWS" not in capsys.readouterr().out
+    rows[3, 100:900] = 7
+    np.save(tmp_path / "dirty.npy", rows)
+    assert command.run_batch_audit([tmp_path / "dirty.npy"], quiet=False) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("DROP ROWS 1 of 5 rows of 1 shard are flagged")
+    assert "1 row flagged" in said

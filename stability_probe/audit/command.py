@@ -258,7 +258,9 @@ def _audit_shards(
         report["notes"].append(f"only the first {len(found.records)} flagged rows are listed; --out x.csv has all")
     if found.resumed_units:
         report["notes"].append(f"{found.resumed_units} finished units of an earlier run were taken over")
-    report["reasons"].append(("", f"{found.flagged} of {found.rows} rows of {len(paths)} shards are flagged"))
+    shards = "1 shard" if len(paths) == 1 else f"{len(paths)} shards"
+    todo = "; drop them by shard and offset (--out x.csv lists all)" if found.flagged else ""
+    report["reasons"].append(("", f"{found.flagged} of {found.rows} rows of {shards} are flagged{todo}"))
 
 
 def _as_record(row: dict[str, Any]) -> dict[str, Any]:

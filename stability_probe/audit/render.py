@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from stability_probe.audit.result import RowAudit
 
 MOST_LINES = 40
+_WORD_STYLE = {"SKIP": "bold red", "DROP ROWS": "bold yellow", "KEEP": "bold green"}
 _STYLE = {"critical": "bold red", "high": "red", "medium": "yellow", "info": "dim"}
 
 
@@ -42,7 +43,18 @@ def _detectors(rows: list[dict[str, Any]]) -> list[str]:
 
 def counts_line(report: dict[str, Any]) -> str:
     total, flagged = report["rows_total"], report["rows_flagged"]
-    return f"{total} rows, {report['tokens_total']} tokens, {flagged} rows flagged"
+    return f"{_rows(total)}, {report['tokens_total']} tokens, {_rows(flagged)} flagged"
+
+
+def _rows(count: int) -> str:
+    return f"{count} row" if count == 1 else f"{count} rows"
+
+
+def verdict_word(report: dict[str, Any]) -> str:
+    """A batch is kept or skipped as a whole; of a data set, rows are filtered."""
+    if report["skip"]:
+        return "SKIP"
+    return "DROP ROWS" if report["rows_flagged"] else "KEEP"
 
 
 def terminal(report: dict[str, Any], console: Console) -> None:
@@ -50,8 +62,8 @@ def terminal(report: dict[str, Any], console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    word, style = ("SKIP", "bold red") if report["skip"] else ("KEEP", "bold green")
-    console.print(Text.assemble((word, style), " ", clean(report["reason"])))
+    word = verdict_word(report)
+    console.print(Text.assemble((word, _WORD_STYLE[word]), " ", clean(report["reason"])))
     console.print(Text(counts_line(report), style="dim"))
     shown = _shown(report["rows"])
     if shown:
@@ -98,7 +110,7 @@ def plain_text(report: dict[str, Any]) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     """The same for an issue."""
-    title = f"## Token audit: {'skip' if report['skip'] else 'keep'}"
+    title = f"## Token audit: {verdict_word(report).lower()}"
     lines = [title, "", prose(report["reason"]), "", counts_line(report)]
     shown = _shown(report["rows"])
     if shown:

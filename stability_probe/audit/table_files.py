@@ -53,7 +53,9 @@ def _write_parquet(records: Iterator[dict[str, Any]], path: Path) -> None:
         import pyarrow.parquet
     except ImportError as error:
         raise ProbeError(
-            f"cannot write {path}", "the pyarrow library is not installed", "pip install pyarrow, or write .csv"
+            f"cannot write {path}",
+            "the pyarrow library is not installed",
+            'pip install "stability-probe[parquet]", or write .csv',
         ) from error
     kinds = {"offset": pyarrow.int64(), "tokens": pyarrow.int64(), **dict.fromkeys(_NUMBERS, pyarrow.float64())}
     schema = pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in COLUMNS])
