@@ -1,0 +1,195 @@
+"""Are the verdicts right? Diagnoses the catalogue of incidents of fixtures/verdict_incidents.py, one after another.
+
+    python -m benchmarks.verdicts                          # all of them (minutes); exit code 1 under the floors
+    python -m benchmarks.verdicts --share 0.1 --seed 3     # a tenth, drawn by seed
+    python -m benchmarks.verdicts --split held-out --only nanoGPT
+
+The first run trains the models (about fifteen minutes on one core); they are kept in ~/.cache/stability_probe.
+Before each diagnosis the incident's naive check runs; one that is not what it claims to be counts as a crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fixtures.verdict_incident import Incident, Truth
+from fixtures.verdict_incidents import INCIDENTS, drawn
+from stability_probe.pipeline import run
+from stability_probe.schema import Location, Report
+
+TOP_1, LOCATION = 0.97, 0.95
+SLACK = 13  # tokens by which a span may begin early or late: the longest period of a repetition
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the diagnosis said of one incident.
+
+    Attributes:
+        named: the causes, the verdict's first; ("none",) where nothing was named.
+        located: whether the place is right; None where none is asked for or the cause is wrong.
+        times_bare: seconds of the whole diagnosis over those of one forward and backward.
+        problem: why there is no report, or which rule crashed.
+    """
+
+    incident: Incident
+    named: tuple[str, ...]
+    status: str
+    located: bool | None
+    times_bare: float
+    told: str
+    problem: str = ""
+
+    @property
+    def right(self) -> bool:
+        return not self.problem and self.named[0] in self.incident.truth.causes
+
+    @property
+    def right_in_two(self) -> bool:
+        return not self.problem and any(name in self.incident.truth.causes for name in self.named[:2])
+
+
+def diagnose(incident: Incident) -> Result:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            request = incident.make(Path(folder))
+        except AssertionError as error:
+            return Result(incident, ("crashed",), "", None, float("nan"), "", f"not what it claims to be: {error}")
+        began = time.perf_counter()
+        try:
+            report = run(request)
+        except Exception as error:  # a crash is a result: it is counted, and the others still run
+            return Result(incident, ("crashed",), "", None, float("nan"), "", f"{type(error).__name__}: {error}")
+        seconds = time.perf_counter() - began
+    return judged(incident, report, seconds)
+
+
+def judged(incident: Incident, report: Report, seconds: float) -> Result:
+    verdict = report.verdict
+    ranked = [entry.cause for entry in verdict.ranked]
+    named = (verdict.cause, *(cause for cause in ranked if cause != verdict.cause))
+    right = verdict.cause in incident.truth.causes
+    asked = places_of(incident.truth)
+    bare = [record.seconds for record in report.replays[:1]]
+    crashed = [outcome.rule for outcome in report.outcomes if outcome.status == "crashed"]
+    return Result(
+        incident,
+        named,
+        verdict.status or "",
+        found(incident.truth, verdict.location) if right and asked else None,
+        seconds / max(bare[0], 1e-9) if bare else float("nan"),
+        f"{verdict.summary} {verdict.location}",
+        f"crashed: {', '.join(crashed)}" if crashed else "",
+    )
+
+
+def places_of(truth: Truth) -> bool:
+    """Whether the truth says where."""
+    return any(
+        (truth.rows is not None, truth.layer is not None, truth.heads, truth.parameters, truth.start is not None)
+    )
+
+
+def found(truth: Truth, where: Location) -> bool:
+    """Whether the location holds everything that the truth asks for."""
+    starts = [start for _, start, _ in where.positions]
+    return (
+        (truth.rows is None or tuple(sorted(where.rows)) == truth.rows)
+        and (truth.layer is None or where.layer == truth.layer)
+        and set(truth.heads) <= set(where.heads)
+        and all(any(name.startswith(wanted) for name in where.parameters) for wanted in truth.parameters)
+        and (truth.start is None or any(abs(start - truth.start) <= SLACK for start in starts))
+    )
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def line(result: Result) -> str:
+    mark = "ok  " if result.right and result.located is not False else "MISS"
+    where = {True: "place ok", False: "PLACE", None: ""}[result.located]
+    incident = result.incident
+    wanted = " or ".join(incident.truth.causes)
+    said = result.problem or f"{result.named[0]} {result.status}".strip()
+    return f"{mark} {incident.split:8s} {incident.name:58s} {wanted:26s} -> {said} {where}".rstrip()
+
+
+def share(hits: Sequence[bool]) -> float:
+    return sum(hits) / len(hits) if hits else float("nan")
+
+
+def counted(hits: Sequence[bool]) -> str:
+    return f"{share(hits):6.1%} ({sum(hits)}/{len(hits)})" if hits else "      -"
+
+
+def false_alarms(results: Sequence[Result]) -> list[Result]:
+    return [result for result in results if result.incident.truth.healthy and not result.right]
+
+
+def located(results: Sequence[Result]) -> list[bool]:
+    return [result.located for result in results if result.located is not None]
+
+
+def summary(results: Sequence[Result]) -> str:
+    rows = [
+        f"{'':10s} {'incidents':>9s}  {'top-1':>15s}  {'top-2':>15s}  {'location':>15s}  {'false alarms':>12s}  crashes"
+    ]
+    for name in ("choose", "held-out", "both"):
+        own = [result for result in results if name in ("both", result.incident.split)]
+        healthy = [result for result in own if result.incident.truth.healthy]
+        rows.append(
+            f"{name:10s} {len(own):9d}  {counted([r.right for r in own]):>15s}  "
+            f"{counted([r.right_in_two for r in own]):>15s}  {counted(located(own)):>15s}  "
+            f"{f'{len(false_alarms(own))}/{len(healthy)}':>12s}  {sum(bool(r.problem) for r in own):7d}"
+        )
+    slowdowns = [result.times_bare for result in results if result.times_bare == result.times_bare]
+    if slowdowns:
+        rows.append(f"median time of a diagnosis: {statistics.median(slowdowns):.0f} x one forward and backward")
+    return "\n".join(rows)
+
+
+def confusion(results: Sequence[Result]) -> str:
+    """Each cause with what was said of its incidents, the right answer as `=`."""
+    rows = []
+    for cause in sorted({result.incident.truth.causes[0] for result in results}):
+        own = [result for result in results if result.incident.truth.causes[0] == cause]
+        said = Counter("=" if result.right else result.named[0] for result in own)
+        rows.append(f"{cause:28s} {', '.join(f'{name} {count}' for name, count in said.most_common())}")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="How often are the verdicts right?")
+    parser.add_argument("--share", type=float, default=1.0, help="of the incidents, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--split", choices=["choose", "held-out"])
+    parser.add_argument("--only", default="", help="incidents whose name or cause holds this")
+    parser.add_argument("--misses", action="store_true", help="say more of each miss")
+    options = parser.parse_args()
+    chosen = [i for i in INCIDENTS if options.split in (None, i.split)]
+    if options.share < 1:
+        chosen = drawn(options.share, options.seed, options.split)
+    chosen = [i for i in chosen if options.only in f"{i.name} {i.truth.causes[0]}"]
+    results = []
+    for incident in chosen:
+        results.append(diagnose(incident))
+        print(line(results[-1]), flush=True)
+        if options.misses and line(results[-1]).startswith("MISS"):
+            print(f"     named {', '.join(results[-1].named)}: {results[-1].told}")
+    print(f"\n{confusion(results)}\n\n{summary(results)}")
+    full = options.share >= 1 and not options.only
+    poor = share([r.right for r in results]) < TOP_1 or share(located(results)) < LOCATION
+    if full and (poor or false_alarms(results) or any(r.problem for r in results)):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
