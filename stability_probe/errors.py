@@ -35,3 +35,12 @@ def nearest(wanted: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(wanted, names, n=2)
     return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names)}"
+
+
+def said(error: BaseException) -> str:
+    """The kind of an exception and its message, whatever its own `__str__` does: it may be somebody else's code."""
+    try:
+        message = str(error)
+    except Exception as broken:  # noqa: BLE001  the message is lost, the report of the failure must not be
+        message = f"its message cannot be read: __str__ raised {type(broken).__name__}"
+    return f"{type(error).__name__}: {message or 'no message'}"

@@ -126,6 +126,55 @@ def test_a_checkpoint_that_does_not_exist(batch_file, tmp_path):
     assert_refused(replay(tmp_path / "nowhere", batch_file), UNREADABLE, "nowhere")
 
 
+def test_a_vocabulary_that_the_file_cannot_hold_is_refused_before_memory_is_taken(folder, batch_file):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 10**12}))
+    result = replay(folder, batch_file)
+    assert_refused(result, UNREADABLE, "vocab_size is 1,000,000,000,000", "--config")
+    assert "allocate" not in result.output
+
+
+def test_an_empty_tensor_of_the_checkpoint_is_named(folder, batch_file):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / incidents.WEIGHTS_FILE)
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**weights, name: torch.zeros(0, 64)}, folder / incidents.WEIGHTS_FILE, metadata={"format": "pt"})
+    result = replay(folder, batch_file, "--format", "json")
+    assert result.exit_code == 0, result.output
+    verdict = json.loads(result.stdout)["verdict"]
+    assert (verdict["cause"], verdict["location"]["parameters"]) == ("checkpoint-mismatch", [name])
+    assert "(0, 64)" in verdict["summary"]
+
+
+SILENT = """
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        (SILENT + "raise Silent", UNREADABLE),
+        (SILENT + "def make():\n    raise Silent", UNREADABLE),
+        (
+            SILENT + "from fixtures.tiny_models import decoder\n"
+            "def fail(*_):\n    raise Silent\n"
+            "def make():\n    model = decoder()\n    model.register_forward_pre_hook(fail)\n    return model",
+            FAILED,
+        ),
+    ],
+    ids=["import", "function", "forward"],
+)
+def test_an_exception_that_cannot_say_what_it_is(code, exit_code, batch_file, tmp_path):
+    (tmp_path / "model.py").write_text(code)
+    result = replay(tiny("decoder").ckpt, batch_file, "--model", f"{tmp_path / 'model.py'}:make")
+    assert_refused(result, exit_code, "Silent: its message cannot be read")
+    assert "bug in probe" not in result.output
+
+
 # --- batches --------------------------------------------------------------------------------------
 
 
@@ -133,6 +182,26 @@ def test_labels_of_another_shape(tmp_path):
     batch = incidents.healthy_batch(("code",) * 2, 32)
     path = saved({**batch, "labels": batch["labels"][:, :20]}, tmp_path / "batch.pt")
     assert_refused(replay(tiny("llama").ckpt, path), UNREADABLE, "labels")
+
+
+EMPTY = torch.zeros(0, dtype=torch.long)
+IDS = torch.arange(64).reshape(2, 32)
+
+
+@pytest.mark.parametrize(
+    ("batch", "named"),
+    [
+        ({"input_ids": IDS, "labels": EMPTY}, "labels"),
+        ({"input_ids": IDS, "attention_mask": EMPTY.reshape(0, 32)}, "attention_mask"),
+        ({"input_ids": IDS, "position_ids": EMPTY.reshape(2, 0)}, "position_ids"),
+        ({"input_ids": IDS, "loss_mask": EMPTY}, "loss_mask"),
+        ((IDS, EMPTY.reshape(0, 32)), "targets"),
+        ({"input_ids": EMPTY}, "empty"),
+    ],
+)
+def test_an_empty_tensor_of_the_batch_is_named(batch, named, tmp_path):
+    torch.save(batch, tmp_path / "batch.pt")
+    assert_refused(replay(tiny("llama").ckpt, tmp_path / "batch.pt"), UNREADABLE, named)
 
 
 def test_ids_above_the_vocabulary_are_a_verdict(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import pkgutil
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -41,7 +42,7 @@ def read_batch(path: Path | str, labels: str = "auto", pad_id: int | None = None
         ProbeError: exit code 3, where the file is missing, is damaged, or holds no batch of token ids.
     """
     from stability_probe.batches.conventions import to_batch
-    from stability_probe.batches.objects import fields_of
+    from stability_probe.batches.objects import fields_of, notes_on_shape
 
     path = Path(path)
     if labels not in LABEL_CHOICES:
@@ -51,6 +52,7 @@ def read_batch(path: Path | str, labels: str = "auto", pad_id: int | None = None
     raw = _read_raw(path)
     try:
         fields = fields_of(raw, pad_id)
+        fields = replace(fields, notes=(*fields.notes, *notes_on_shape(raw)))
     except ProbeError as error:
         raise ProbeError(f"{path}: {error.problem}", error.why, error.hint, error.exit_code) from error
     except RecursionError as error:

@@ -30,6 +30,17 @@ def fields_of(raw: Any, pad_id: int | None = None) -> Fields:
     raise refuse("no batch found", f"the file holds a {type(raw).__name__}, not token ids")
 
 
+def notes_on_shape(raw: Any) -> tuple[str, ...]:
+    """What was made of token ids in one dimension: nobody said that they are one sequence."""
+    raw = unwrapped(raw)
+    if isinstance(raw, Mapping):
+        raw = next((raw[key] for key in IDS_KEYS if raw.get(key) is not None), None)
+    flat = isinstance(raw, (list, tuple)) and bool(raw) and not any(hasattr(item, "__len__") for item in raw)
+    if not flat and not (is_array(raw) and raw.ndim == 1):
+        return ()
+    return (f"the token ids have one dimension: they are read as one row of {len(raw)} tokens",)
+
+
 def unwrapped(raw: Any) -> Any:
     """The mapping inside the inert stub of a BatchEncoding (or of any object with attributes)."""
     state = getattr(raw, "state", None)
@@ -133,7 +144,7 @@ def _depth(value: Any) -> int:
 
 def _is_zero_one(value: Any) -> bool:
     numbers = as_tensor(value, "the second tensor")
-    return bool(((numbers == 0) | (numbers == 1)).all())
+    return numbers.numel() > 0 and bool(((numbers == 0) | (numbers == 1)).all())
 
 
 def _looks_aligned(inputs: Any, targets: Any) -> bool:

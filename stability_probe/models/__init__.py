@@ -5,7 +5,7 @@ from __future__ import annotations
 from stability_probe.checkpoints.base import Checkpoint
 from stability_probe.errors import ProbeError
 from stability_probe.models import function, own, transformers
-from stability_probe.models.base import LoadedModel, refuse_more_layers
+from stability_probe.models.base import LoadedModel, refuse_larger_vocabulary, refuse_more_layers
 
 __all__ = ["LoadedModel", "load_model"]
 
@@ -23,6 +23,7 @@ def load_model(checkpoint: Checkpoint, model_spec: str | None = None) -> LoadedM
     if model_spec is not None:
         return function.load(checkpoint, model_spec)
     refuse_more_layers(checkpoint)
+    refuse_larger_vocabulary(checkpoint)
     if own.accepts(checkpoint):
         return own.load(checkpoint)
     if transformers.accepts(checkpoint):

@@ -84,6 +84,31 @@ def refuse_more_layers(checkpoint: Checkpoint) -> None:
         )
 
 
+_WIDTHS = ("hidden_size", "n_embd", "d_model")
+# Weights (4 GiB of fp32) that an embedding may have beyond what is stored: a file that merely lacks its embedding is
+# a verdict, and not refused.
+_SPARE_WEIGHTS = 2**30
+
+
+def refuse_larger_vocabulary(checkpoint: Checkpoint) -> None:
+    """A configuration whose embedding alone is far larger than the whole file would take memory for nothing.
+
+    Raises:
+        ProbeError: before memory is taken for it.
+    """
+    stored = sum(tensor.numel() for tensor in checkpoint.tensors.values())
+    nested = (checkpoint.config or {}).get("text_config")
+    for config in (checkpoint.config or {}, nested if isinstance(nested, Mapping) else {}):
+        rows = config.get("vocab_size")
+        width = next((config[name] for name in _WIDTHS if isinstance(config.get(name), int)), 1)
+        if isinstance(rows, (int, float)) and rows * max(width, 1) > 2 * stored + _SPARE_WEIGHTS:
+            raise ProbeError(
+                f"the configuration does not fit {checkpoint.path}",
+                f"its vocab_size is {rows:,}, and the file holds {stored:,} weights in all",
+                "check --config",
+            )
+
+
 def refuse_larger(skeleton: nn.Module, checkpoint: Checkpoint) -> None:
     """A model more than twice as large as what is stored would be filled by less than half.
 

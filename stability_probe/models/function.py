@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from stability_probe.checkpoints.base import Checkpoint
-from stability_probe.errors import ProbeError, nearest
+from stability_probe.errors import ProbeError, nearest, said
 from stability_probe.models.base import LoadedModel, ready, refuse_other_architecture, vocabulary
 from stability_probe.models.fit import fit
 
@@ -62,7 +62,7 @@ def build(spec: str, config: Mapping[str, Any]) -> nn.Module:
             raise
         except (Exception, SystemExit) as error:
             hint = "correct it" if config else "it may need a configuration: --config FILE.json"
-            raise ProbeError(f"the function of --model {spec} failed", _told(error), hint) from error
+            raise ProbeError(f"the function of --model {spec} failed", said(error), hint) from error
     if not isinstance(module, nn.Module):
         why = f"it returned {type(module).__name__}, not an nn.Module"
         raise ProbeError(f"cannot use --model {spec}", why, "return the model itself")
@@ -75,10 +75,6 @@ def _unwrapped(module: nn.Module) -> nn.Module:
         return _unwrapped(module.module)
     inner = getattr(module, "_orig_mod", None)
     return _unwrapped(inner) if isinstance(inner, nn.Module) else module
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
@@ -108,7 +104,7 @@ def _import(where: str) -> ModuleType:
     except ProbeError:
         raise
     except (Exception, SystemExit) as error:
-        raise ProbeError(f"cannot import {where}", _told(error), "correct it, or install what it needs") from error
+        raise ProbeError(f"cannot import {where}", said(error), "correct it, or install what it needs") from error
 
 
 def _function(module: ModuleType, name: str, spec: str) -> Callable[..., Any]:
