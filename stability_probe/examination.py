@@ -65,6 +65,11 @@ def examine(
         state, missing = optimizer_state(incident)
         measured = measure(incident, subject, batch, trace, reduced, baseline, healthy, state, missing)
         measured = dataclasses.replace(measured, bad_ids=wrong, routers=routers.table(), **repeat_facts(trace, again))
+        if trace.drew_random_numbers:
+            seeded = repeat_facts(trace, repeated(subject, batch, microbatch, seed=1))
+            measured = dataclasses.replace(
+                measured, seed_gap=seeded["repeat_gap"], seed_loss_change=seeded["repeat_loss_change"]
+            )
     if healthy is not None and healthy.gradients is not None:
         healthy.gradients.total.clear()
     pair = (baseline, healthy) if baseline is not None and healthy is not None else None
@@ -194,10 +199,10 @@ def eos_id(incident: Incident) -> int | None:
 REPEATED_ROWS = 8
 
 
-def repeated(subject: Subject, batch: Batch, microbatch: int) -> Trace:
-    """The forward over the first rows once more: it must give the same, bit for bit."""
+def repeated(subject: Subject, batch: Batch, microbatch: int, seed: int = 0) -> Trace:
+    """The forward over the first rows once more: with the same seed it must give the same, bit for bit."""
     rows = select(batch, REPEATED_ROWS)
-    return replay(subject, rows, backward=False, detail=False, microbatch=microbatch)
+    return replay(subject, rows, backward=False, detail=False, microbatch=microbatch, seed=seed)
 
 
 def repeat_facts(trace: Trace, again: Trace) -> dict[str, Any]:

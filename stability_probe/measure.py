@@ -197,6 +197,8 @@ class Measurements:
         repeat_differs: True where the same replay twice was not bit-equal; None where it was not tried.
         repeat_gap: largest |difference| of a token's loss between the two, nats (infinite where one is not finite);
             repeat_loss_change: of the mean loss of the rows replayed twice (at most 8); repeat_rows: those that differ.
+        seed_gap, seed_loss_change: the same between two replays with different seeds; None where the forward draws
+            no random numbers.
         positions, blind: see `PositionFacts` and `BlindQueries`.
         step_progress: None without an AdamW state, or where the reference step gains nothing.
         routers: one dict per router of experts: module, layer, experts, top_k, tokens, load_entropy (nats, of the
@@ -245,6 +247,8 @@ class Measurements:
     repeat_gap: float | None = None
     repeat_loss_change: float | None = None
     repeat_rows: tuple[int, ...] = ()
+    seed_gap: float | None = None
+    seed_loss_change: float | None = None
     positions: PositionFacts | None = None
     blind: BlindQueries | None = None
     step_progress: StepProgress | None = None

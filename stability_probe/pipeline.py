@@ -10,7 +10,7 @@ from stability_probe.incident import Request, load_incident
 from stability_probe.judge import judge, load_rules
 from stability_probe.progress import Progress, Silent
 from stability_probe.replay import Subject
-from stability_probe.report_parts import inputs_of, report_tables
+from stability_probe.report_parts import inputs_of, report_tables, with_randomness
 from stability_probe.schema import Report
 
 
@@ -34,6 +34,7 @@ def run(request: Request, progress: Progress | None = None) -> Report:
         outcomes = outcomes_after(outcomes, verdict, {record.cause for record in interventions})
     else:
         verdict, interventions = without_confirmation(suspects, rules, bench), []
+    verdict = with_randomness(verdict, bench.measurements)
     facts = checklist.facts_from(
         bench.measurements,
         verdict,

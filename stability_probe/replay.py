@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from stability_probe.batches.base import IGNORED, Batch
-from stability_probe.errors import REPLAY_FAILED, ProbeError
+from stability_probe.errors import REPLAY_FAILED, ProbeError, said
 from stability_probe.models.anatomy import Anatomy, dissect
 from stability_probe.precisions import get_precision
 from stability_probe.taps.activations import ActivationTap, OutputStatistics, first_tensor
@@ -95,6 +95,7 @@ class Trace:
         modules, heads, gradients: what the taps saw; empty or None without taps.
         rounding_loss_BT, recentred_loss_BT: losses after rounding the logits to bf16 as they are, and after
             log Z was subtracted; None where the logits are small.
+        drew_random_numbers: the forward took numbers from torch's generator: with another seed it gives another loss.
     """
 
     precision: str
@@ -110,6 +111,7 @@ class Trace:
     rounding_loss_BT: Tensor | None = None
     recentred_loss_BT: Tensor | None = None
     seconds: float = 0.0
+    drew_random_numbers: bool = False
 
     @property
     def loss(self) -> float:
@@ -149,6 +151,7 @@ def replay(
     change_logits: Change | None = None,
     extra: Callable[[], Any] = nullcontext,
     advance: Callable[[int], None] = lambda _: None,
+    seed: int = 0,
 ) -> Trace:
     """Forward (and backward) over a batch, row by row.
 
@@ -161,6 +164,7 @@ def replay(
         change_logits: applied to the logits before the loss.
         extra: a context manager entered around the whole replay, inside the precision's.
         advance: called with the number of rows done.
+        seed: of torch's generators, for models that draw random numbers in their forward.
 
     Raises:
         ProbeError: exit code 4 where the model's forward or backward fails.
@@ -174,11 +178,12 @@ def replay(
     started = time.perf_counter()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         stack.enter_context(torch.set_grad_enabled(backward))
         stack.enter_context(get_precision(precision).apply(subject.module, subject.device))
         stack.enter_context(extra())
         stack.enter_context(taps.on())
+        generators = _generator_states(subject.device)
         for rows in _groups(B, microbatch):
             try:
                 _replay_rows(subject, batch, rows, trace, taps, change_logits)
@@ -187,8 +192,16 @@ def replay(
             except (Exception, SystemExit) as error:
                 raise _failed(error, rows, precision, T, position_limit(subject.module)) from error
             advance(len(rows))
+        after = _generator_states(subject.device)
+        trace.drew_random_numbers = any(not torch.equal(*pair) for pair in zip(generators, after, strict=True))
     trace.seconds = time.perf_counter() - started
     return trace
+
+
+def _generator_states(device: torch.device) -> list[Tensor]:
+    """Of torch's default generators, on the CPU and on the device of the replay."""
+    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_device]
 
 
 @dataclass
@@ -413,11 +426,11 @@ def _failed(error: BaseException, rows: range, precision: str, T: int, limit: in
     if limit is not None and limit < T:
         why = f"the rows have {T} positions, the model takes {limit}"
         return ProbeError(problem, why, f"replay the first ones with --max-positions {limit}", REPLAY_FAILED)
-    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "not enough memory" in str(error)
+    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "not enough memory" in said(error)
     hint = (
         "replay fewer rows or positions (--max-rows, --max-positions), or use a device with more memory"
         if memory
         else "run again with --debug for the traceback; check that the model's forward takes token ids"
     )
-    message = str(error).splitlines()[0][:300] if str(error) else "no message"
-    return ProbeError(problem, f"{type(error).__name__}: {message}", hint, REPLAY_FAILED)
+    message = said(error).splitlines()[0][:300]
+    return ProbeError(problem, message, hint, REPLAY_FAILED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,32 @@ from stability_probe.batches.base import Batch
 from stability_probe.incident import Incident
 from stability_probe.measure import Measurements
 from stability_probe.previews import decoder, with_previews
+from stability_probe.schema import Remedy, Verdict
+
+# Nats: from here on the interventions of the verdict cannot be told from what the seed does (confirm.LOSS_NOISE).
+SEED_MATTERS = 0.02
+SWITCH_OFF = Remedy(
+    "Switch off what draws random numbers in the forward (dropout with training=True, added noise), and replay again."
+)
+
+
+def with_randomness(verdict: Verdict, m: Measurements) -> Verdict:
+    """The verdict with the first thing that must be known of it: two replays of the same batch differ.
+
+    Both were seeded alike, so no rule has seen a difference; what they measured is one draw of many.
+    """
+    if m.seed_gap is None or not m.seed_gap > 0.0:
+        return verdict
+    change = abs(m.seed_loss_change or 0.0)
+    doubtful = verdict.cause in ("none", "unexplained")
+    if not (doubtful or not change < SEED_MATTERS):
+        return verdict
+    told = (
+        f"Two replays of this batch with different seeds differ: its forward draws random numbers "
+        f"(loss by {change:.3g} nats, a token's by up to {m.seed_gap:.3g}). "
+    )
+    remedies = (SWITCH_OFF, *verdict.remedies) if doubtful else verdict.remedies
+    return replace(verdict, summary=told + verdict.summary, remedies=remedies)
 
 
 def inputs_of(incident: Incident) -> dict[str, Any]:

@@ -122,3 +122,64 @@ def test_max_rows_and_positions(tmp_path):
     assert (report.inputs["batch"]["rows"], report.inputs["batch"]["positions"]) == (2, 20)
     # The target of the last position that is kept stays known.
     assert row_losses(report) == pytest.approx(direct_losses(tiny("llama"), [r[:21] for r in rows[:2]]), rel=1e-4)
+
+
+def test_rows_beyond_the_limit_are_neither_audited_nor_scored(tmp_path):
+    batch = plant.id_at(plant.batch_of([row("code", 48, seed) for seed in range(4)]), 3, 5, 2**20)
+    report = diagnose(tiny("llama"), tmp_path, batch, with_baseline=False, max_rows=2)
+    assert report.verdict.cause == "none", report.verdict.summary
+    assert [record["row"] for record in report.tables["rows"]] == [0, 1]
+
+
+@pytest.mark.parametrize("in_a_mapping", [True, False])
+def test_ids_in_one_dimension_are_one_row_and_it_is_said(in_a_mapping, tmp_path):
+    ids = torch.tensor(row("code", 48, 1))
+    path = tmp_path / "flat.pt"
+    torch.save({"input_ids": ids} if in_a_mapping else ids, path)
+    report = run(Request(ckpt=tiny("llama").ckpt, batch=path, confirm=False))
+    assert report.inputs["batch"]["rows"] == 1
+    assert [note for note in report.notes if "one dimension" in note and "48 tokens" in note]
+
+
+NOISY = """
+import torch
+from fixtures.tiny_models import decoder
+
+def make():
+    model = decoder()
+    model.register_forward_hook(lambda module, inputs, logits: {change})
+    return model
+"""
+
+
+def noisy(change, tmp_path):
+    made = tiny("decoder")
+    (tmp_path / "noisy.py").write_text(NOISY.format(change=change))
+    path = saved(incidents.healthy_batch(("code",) * 2, 48), tmp_path / "batch.pt")
+    model = f"{tmp_path / 'noisy.py'}:make"
+    return run(Request(ckpt=made.ckpt, batch=path, model=model, logs=(made.log,), step=419))
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ("torch.nn.functional.dropout(logits, 0.2)", "none"),
+        ("logits * (1 + 3 * torch.rand_like(logits))", "unexplained"),
+    ],
+)
+def test_a_forward_that_draws_random_numbers_is_said_first(change, cause, tmp_path):
+    """Replays are seeded alike and agree bit for bit, so the difference shows only where the seeds differ."""
+    verdict = noisy(change, tmp_path).verdict
+    assert verdict.cause == cause, verdict.summary
+    assert verdict.summary.startswith("Two replays of this batch with different seeds differ")
+    assert "random numbers" in verdict.remedies[0].action
+
+
+def test_a_forward_that_cannot_be_repeated_is_the_finding(tmp_path):
+    generator = "torch.Generator().manual_seed(__import__('time').time_ns() % 2**31)"
+    verdict = noisy(f"logits + 3 * torch.randn(logits.shape, generator={generator})", tmp_path).verdict
+    assert (verdict.cause, verdict.status) == ("nondeterministic-replay", "decisive")
+
+
+def test_a_forward_without_random_numbers_has_nothing_said_of_seeds(tmp_path):
+    assert "seeds" not in noisy("logits", tmp_path).verdict.summary

@@ -27,8 +27,8 @@ def render(report: Report) -> str:
 
 def _verdict(report: Report) -> Iterator[str]:
     verdict = report.verdict
-    alone = verdict.cause == "none" and not sections.is_compared(report)
-    sign = "❔" if alone else _SIGNS.get(verdict.cause, "❌")
+    doubted = verdict.cause == "none" and not (sections.is_compared(report) and not sections.is_reserved(report))
+    sign = "❔" if doubted else _SIGNS.get(verdict.cause, "❌")
     yield f"## {sign} {prose(words.title(verdict.cause))} ({code(verdict.cause)})"
     yield f"**{prose(sections.sure(report))}**"
     yield prose(verdict.summary)

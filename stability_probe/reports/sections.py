@@ -157,17 +157,24 @@ def is_compared(report: Report) -> bool:
     return bool(report.inputs.get("baseline") or report.inputs.get("log"))
 
 
+def is_reserved(report: Report) -> bool:
+    """Whether a verdict of no fault asks for something all the same; its summary then says why."""
+    return report.verdict.cause == "none" and bool(report.verdict.remedies)
+
+
 def sure(report: Report) -> str:
     """How sure the verdict is, in one line."""
     verdict = report.verdict
     if verdict.cause == "none" and not is_compared(report):
         return "no excess seen, but nothing was given to compare with"
+    if is_reserved(report):
+        return "no excess seen, with a reservation"
     return words.certainty(verdict.cause, verdict.status, verdict.explained)
 
 
 def do_now(report: Report) -> tuple[str, str | None]:
     """The first thing to do, and its command."""
-    if report.verdict.cause == "none" and not is_compared(report):
+    if report.verdict.cause == "none" and not is_compared(report) and not is_reserved(report):
         return (
             "Replay once more with --baseline (a healthy batch) and --log (the run's log): until then this is no "
             "proof of health.",

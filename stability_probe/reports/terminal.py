@@ -74,7 +74,7 @@ def _parts(report: Report) -> Iterator[RenderableType]:
 def _tone(report: Report) -> str:
     verdict = report.verdict
     if verdict.cause == "none":
-        return "green" if sections.is_compared(report) else "yellow"
+        return "green" if sections.is_compared(report) and not sections.is_reserved(report) else "yellow"
     return "red" if verdict.status in ("decisive", "confirmed") and verdict.cause != "unexplained" else "yellow"
 
 
