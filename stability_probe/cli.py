@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from stability_probe._version import __version__
-from stability_probe.errors import REPLAY_FAILED, ProbeError, nearest
+from stability_probe.errors import REPLAY_FAILED, ProbeError, nearest, said
 
 if TYPE_CHECKING:
     from stability_probe.schema import Report
@@ -71,9 +71,13 @@ MaxRows = Annotated[int | None, typer.Option("--max-rows", min=1, metavar="N", h
 MaxPositions = Annotated[
     int | None, typer.Option("--max-positions", min=1, metavar="N", help="Replay the first N positions only.")
 ]
-Out = Annotated[
-    list[Path] | None, typer.Option("--out", metavar="PATH", help="Write the report too (.md, .json); repeatable.")
-]
+
+
+def _out(suffixes: str) -> Any:
+    return typer.Option("--out", metavar="PATH", help=f"Write the report too ({suffixes}); repeatable.")
+
+
+Out = Annotated[list[Path] | None, _out(".md, .json, .txt")]
 FormatOption = Annotated[Format, typer.Option("--format", help="What goes to standard output.")]
 TrustCode = Annotated[bool, typer.Option("--trust-code", help="Run model code that the incident folder names.")]
 FailOnOption = Annotated[
@@ -111,12 +115,12 @@ def guarded(command: Command) -> Command:
 
 
 def _unexpected(error: Exception) -> ProbeError:
-    said = f"{type(error).__name__}: {error}"
-    if isinstance(error, MemoryError) or "out of memory" in said.lower() or "can't allocate memory" in said.lower():
+    told = said(error)
+    if isinstance(error, MemoryError) or "out of memory" in told.lower() or "can't allocate memory" in told.lower():
         hint = "replay less at a time: --microbatch 1, --max-rows, --max-positions, or --device cpu"
-        return ProbeError("the replay ran out of memory", said.splitlines()[0], hint, REPLAY_FAILED)
+        return ProbeError("the replay ran out of memory", told.splitlines()[0], hint, REPLAY_FAILED)
     hint = "rerun with --debug for the traceback, and report it with the command line"
-    return ProbeError("this is a bug in probe", said, hint, REPLAY_FAILED)
+    return ProbeError("this is a bug in probe", told, hint, REPLAY_FAILED)
 
 
 # --- commands -----------------------------------------------------------------------------------
@@ -227,25 +231,28 @@ def replay(
 @guarded
 def batch_audit(
     batch: Annotated[
-        list[Path], typer.Option("--batch", metavar="PATH...", help="Saved batches or token shards; a glob will do.")
-    ],
-    more: Annotated[list[Path] | None, typer.Argument(metavar="[PATH...]", hidden=True)] = None,
+        list[Path] | None,
+        typer.Option("--batch", metavar="PATH...", help="Saved batches or token shards; a glob will do."),
+    ] = None,
+    more: Annotated[list[Path] | None, typer.Argument(metavar="PATH", help="The same, without --batch.")] = None,
     baseline: Baselines = None,
     tokenizer: Tokenizer = None,
     labels: LabelsOption = Labels.auto,
     vocab_size: Annotated[
         int | None, typer.Option("--vocab-size", min=1, metavar="N", help="Rows of the embedding.")
     ] = None,
-    out: Out = None,
+    out: Annotated[list[Path] | None, _out(".md, .json, .txt; .csv, .parquet: the flagged rows")] = None,
     format: FormatOption = Format.terminal,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Find token anomalies in saved batches and token shards, without a model."""
+    if not (batch or more):
+        raise typer.BadParameter("name the batches or token shards to audit: probe batch-audit --batch PATH")
     from stability_probe.audit.command import run_batch_audit
 
     code = run_batch_audit(
-        [*batch, *(more or [])],  # what a shell makes of `--batch shards/*.npy`
+        [*(batch or []), *(more or [])],  # what a shell makes of `--batch shards/*.npy`
         baseline=baseline or [],
         tokenizer=tokenizer,
         labels=labels.value,
@@ -273,9 +280,10 @@ def compare_precision(
     max_rows: MaxRows = None,
     max_positions: MaxPositions = None,
     isolate: Annotated[
-        bool, typer.Option("--isolate", help="Measure each module alone, on fp32 inputs: its own error only.")
+        bool,
+        typer.Option("--isolate", help="Replay also with one module at a time in fp32: which to keep there."),
     ] = False,
-    out: Out = None,
+    out: Annotated[list[Path] | None, _out(".md, .json")] = None,
     format: FormatOption = Format.terminal,
     trust_code: TrustCode = False,
     quiet: Quiet = False,

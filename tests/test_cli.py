@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -301,6 +302,31 @@ def test_batch_audit_hands_over(monkeypatch):
         "format": "json",
         "quiet": False,
     }
+
+
+@pytest.mark.parametrize("arguments", [["a", "b"], ["--batch", "a", "b"]])
+def test_batch_audit_takes_paths_with_and_without_the_option(monkeypatch, arguments):
+    seen = []
+    _fake(monkeypatch, "stability_probe.audit.command", run_batch_audit=lambda paths, **_: seen.extend(paths) or 0)
+    assert invoke("batch-audit", *arguments).exit_code == 0
+    assert seen == [Path("a"), Path("b")]
+
+
+def test_batch_audit_without_a_path_says_how_to_give_one():
+    done = invoke("batch-audit")
+    assert done.exit_code == 2 and "--batch PATH" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["replay", "report", "demo", "batch-audit", "compare-precision"])
+def test_help_of_out_lists_what_is_written(command, tmp_path):
+    """Every suffix that the help names is taken, and no other."""
+    from stability_probe.compare.report import EXTENSIONS
+
+    told = " ".join(invoke(command, "--help", COLUMNS="160").stdout.split())
+    named = set(re.findall(r"\.[a-z]+(?=[,;:)])", told.split("Write the report too (")[1].split("repeatable")[0]))
+    taken = {".md", ".json", ".txt"}
+    taken = {"batch-audit": taken | {".csv", ".parquet"}, "compare-precision": set(EXTENSIONS)}.get(command, taken)
+    assert named == taken
 
 
 def test_compare_precision_hands_over(monkeypatch):
