@@ -96,7 +96,7 @@ def repeats(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.i
     """
     ordered = np.sort(hashes, axis=1)
     same = ordered[:, 1:] == ordered[:, :-1]
-    repeated = np.add.reduce(same, axis=1, dtype=np.int64)
+    repeated = np.count_nonzero(same, axis=1)
     recurring = repeated.copy()
     # A group has one member more than it has repeats. Groups are counted only where there are many repeats.
     some = np.flatnonzero(repeated >= 0.3 * hashes.shape[1])

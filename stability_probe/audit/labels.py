@@ -21,7 +21,10 @@ STRAY_PADS = 2  # the first pad after a document may be its EOS, and is then a r
 
 @dataclass(frozen=True)
 class Shifts:
-    """Share of a row's valid labels that equal the id `shift` positions on, (B, len(SHIFTS)); NaN under 8 labels."""
+    """Share of a row's valid labels that equal the id `shift` positions on, (B, len(SHIFTS)).
+
+    NaN under 8 labels, and for the shifts that no convention is where a convention holds for every label of the row.
+    """
 
     agree_BS: NDArray[np.float64]
 
@@ -34,20 +37,29 @@ class Shifts:
 
 def label_shifts(ids_BT: Ints, labels_BT: Ints) -> Shifts:
     """How well labels[t] equals ids[t + s] for every s of SHIFTS, over labels that are not ignored."""
-    B, T = ids_BT.shape
+    B = len(ids_BT)
     agree = np.full((B, len(SHIFTS)), np.nan)
-    valid = labels_BT >= 0
-    same_kind = ids_BT.astype(np.int64, copy=False)
-    targets = labels_BT.astype(np.int64, copy=False)
-    for column, shift in enumerate(SHIFTS):
-        low, high = max(0, -shift), T - max(0, shift)
-        if high <= low:
-            continue
-        counted = valid[:, low:high]
-        hits = (targets[:, low:high] == same_kind[:, low + shift : high + shift]) & counted
-        totals = counted.sum(axis=1)
-        agree[:, column] = np.where(totals >= FEWEST, hits.sum(axis=1) / np.maximum(totals, 1), np.nan)
+    conventions = [SHIFTS.index(0), SHIFTS.index(1)]
+    for column in conventions:
+        agree[:, column] = _agreement(ids_BT, labels_BT, SHIFTS[column])
+    # Where a convention holds for every label no other shift can beat it: nearly always, and then all is said.
+    others = np.flatnonzero(~(agree[:, conventions] == 1.0).any(axis=1))
+    if len(others):
+        for column in range(len(conventions), len(SHIFTS)):
+            agree[others, column] = _agreement(ids_BT[others], labels_BT[others], SHIFTS[column])
     return Shifts(agree)
+
+
+def _agreement(ids_BT: Ints, labels_BT: Ints, shift: int) -> NDArray[np.float64]:
+    T = ids_BT.shape[1]
+    low, high = max(0, -shift), T - max(0, shift)
+    if high <= low:
+        return np.full(len(ids_BT), np.nan)
+    targets = labels_BT[:, low:high]
+    valid = targets >= 0
+    hits = np.count_nonzero((targets == ids_BT[:, low + shift : high + shift]) & valid, axis=1)
+    totals = np.count_nonzero(valid, axis=1)
+    return np.where(totals >= FEWEST, hits / np.maximum(totals, 1), np.nan)
 
 
 def usual_shift(best_B: NDArray[np.int64], convention: Convention) -> int:

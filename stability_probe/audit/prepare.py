@@ -71,14 +71,15 @@ def kept_BT(ids_BT: Ints, mask_BT: Ints | None, labels_BT: Ints | None, pad_id: 
     B, T = ids_BT.shape
     lead, trail = np.zeros(B, np.int64), np.zeros(B, np.int64)
     if labels_BT is not None and T:
-        ignored = labels_BT < 0
-        lead = np.minimum(_leading(ignored), _leading(ids_BT == ids_BT[:, :1]))
-        trail = np.minimum(_leading(ignored[:, ::-1]), _leading((ids_BT == ids_BT[:, -1:])[:, ::-1]))
         # One ignored label at the edge is the label shift itself, not padding.
-        lead[lead < 2], trail[trail < 2] = 0, 0
+        some = np.flatnonzero((labels_BT[:, :2] < 0).all(axis=1) | (labels_BT[:, -2:] < 0).all(axis=1))
+        ids, ignored = ids_BT[some], labels_BT[some] < 0
+        first = np.minimum(_leading(ignored), _leading(ids == ids[:, :1]))
+        last = np.minimum(_leading(ignored[:, ::-1]), _leading((ids == ids[:, -1:])[:, ::-1]))
         whole = ignored.all(axis=1)  # a row without any target keeps its content: it is judged as such
-        lead[whole], trail[whole] = 0, 0
-    if pad_id is not None and T:
+        lead[some] = np.where(whole | (first < 2), 0, first)
+        trail[some] = np.where(whole | (last < 2), 0, last)
+    if pad_id is not None and T and (ids_BT[:, -1] == pad_id).any():
         trail = np.maximum(trail, _leading((ids_BT == pad_id)[:, ::-1]))
     if not lead.any() and not trail.any():
         return None

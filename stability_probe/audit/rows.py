@@ -263,12 +263,14 @@ def _check_labels(
     best = shifts.best_B()
     usual = usual_shift(best, labels)
     pad_id = inferred_pad(ids, kept) if pad_id is None else pad_id
+    ends_in_pad = np.zeros(len(ids), np.bool_) if pad_id is None else ids[:, -1] == pad_id
     ignored = set(np.flatnonzero((targets < 0).all(axis=1)).tolist())
     found: dict[str, list[int]] = {}
     for row in range(len(ids)):
         own = None if kept is None else kept[row]
         made: list[Note | None] = [shift_note(int(best[row]), shifts.agree_BS[row], usual, T)]
-        made.append(padding_note(ids[row], targets[row], own, usual, pad_id, eos_id))
+        if own is not None or ends_in_pad[row]:
+            made.append(padding_note(ids[row], targets[row], own, usual, pad_id, eos_id))
         if eos_id is not None:
             made.append(eos_note(ids[row], targets[row], own, usual, eos_id))
         if row in ignored:
