@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -215,7 +216,8 @@ class _Taps:
     def __post_init__(self) -> None:
         anatomy = self.subject.anatomy
         self.activations = ActivationTap(tapped_modules(self.subject), anatomy.blocks, self.sketches)
-        self.attention = AttentionTap(self._record)
+        # Not a method of this object: a circle of references would keep the batch's gradient until the next collection.
+        self.attention = AttentionTap(partial(_record_heads, self.trace.heads, self.activations))
         self.gradients = GradientTap()
 
     @contextmanager
@@ -236,8 +238,9 @@ class _Taps:
         self.activations.row = self.gradients.row = row
         self.attention.first_query = first_query
 
-    def _record(self, layer: int, seen: HeadStatistics) -> None:
-        _add_heads(self.trace.heads, layer, seen, self.activations.row)
+
+def _record_heads(heads: dict[int, HeadTotals], activations: ActivationTap, layer: int, seen: HeadStatistics) -> None:
+    _add_heads(heads, layer, seen, activations.row)
 
 
 def tapped_modules(subject: Subject) -> tuple[str, ...]:

@@ -1,6 +1,8 @@
 """The replay against a plain loop, and the promise that measuring does not disturb."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -277,3 +279,14 @@ def test_complex_and_empty_parameters_have_a_line_in_the_table():
     subject = Subject.of(model)
     table = parameter_table(subject, replay(subject, batch_of()), None, None, None).set_index("parameter")
     assert table.loc["phases", "absmax"] == 5.0 and table.loc["nothing", "numel"] == 0
+
+
+def test_the_gradient_goes_with_its_trace():
+    trace = replay(Subject.of(decoder()), batch_of(), sketches=True)
+    gone = weakref.ref(trace.gradients)
+    gc.disable()  # half a gigabyte that waits for a collection is half a gigabyte in use
+    try:
+        del trace
+        assert gone() is None
+    finally:
+        gc.enable()
