@@ -137,6 +137,7 @@ def test_what_the_log_has_and_the_replay_has_not_is_no_stored_proof(status):
     [
         (1.0, "QK-clip's τ, Kimi K2 report (2025)", "QK-clip's τ, Kimi K2 report"),
         (None, "whatever", ""),
+        (0.5, "stability_probe/audit/result.py (bands); benchmarks", ""),
         (1.0, "word " * 30, ("word " * 11).strip() + " …"),
     ],
 )

@@ -42,10 +42,10 @@ MAX_SOURCE = 60  # characters: one line beside the numbers; the Markdown and JSO
 
 
 def limit_source(item: Evidence) -> str:
-    """Where a limit comes from, in a few words; empty where no limit was applied."""
-    if item.threshold is None:
-        return ""
+    """Where a limit comes from, in a few words; empty where no limit was applied or its source is a file of ours."""
     first = re.split(r"[;:(]", item.source, maxsplit=1)[0].strip()
+    if item.threshold is None or first.startswith("stability_probe/"):
+        return ""
     return textwrap.shorten(first, MAX_SOURCE, placeholder=" …")
 
 
