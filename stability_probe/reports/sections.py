@@ -188,13 +188,13 @@ def lacking(report: Report) -> str:
     if report.verdict.cause != "none":
         return ""
     alone = "" if is_compared(report) else "No baseline and no log: nothing says what is usual for this run. "
-    options = _options_asked_for(report)
-    count = sum(bool(_OPTION.search(outcome.reason)) for outcome in report.outcomes if outcome.status == "skipped")
-    if not count:
+    options = ", ".join(f"{option} ({causes})" for option, causes in _options_asked_for(report))
+    skipped = [outcome for outcome in report.outcomes if outcome.status == "skipped"]
+    waiting = [outcome.rule for outcome in skipped if _OPTION.search(outcome.reason)]
+    if not waiting:
         return alone.strip()
-    told = ", ".join(f"{option} ({causes})" for option, causes in options)
-    would = f"; what would check them: {told}" if told else ""
-    return f"{alone}{count} of {len(report.outcomes)} causes could not be checked{would}."
+    would = f"; what would check them: {options}" if options else f": {', '.join(waiting)} (see the notes)"
+    return f"{alone}{len(waiting)} of {len(report.outcomes)} causes could not be checked{would}."
 
 
 _OPTION = re.compile(r"--[a-z][a-z-]+")

@@ -21,7 +21,7 @@ _TITLES = {
 }
 
 _NOW = {
-    "none": "Nothing. If the run did spike, replay another step or another rank's batch, with --log and --baseline.",
+    "none": "Nothing. If the run did spike, replay the step where its log does, or another rank's batch.",
     "unexplained": "Read what was tried below; add --baseline and --log where they are missing.",
     "not-reproduced": "Look outside the checkpoint and the batch: the data order, the kernels, the hardware.",
 }
@@ -55,7 +55,7 @@ def certainty(cause: str, status: Status | None, explained: float | None) -> str
     if cause == "unexplained":
         return f"the best repair removes {share} of the excess" if share else "no repair removes the excess"
     if cause == "not-reproduced":
-        return "decisive: the replay is healthy where the log is not, so the cause is in neither of the files"
+        return "decisive: it was replayed, and the replay is healthy where the log is not"
     if cause == "nondeterministic-replay" and status == "decisive":
         return "decisive: nothing was changed between two replays, and they differ"
     if status == "decisive":
