@@ -216,8 +216,8 @@ def reference_for(measure: Measure, trial: Trial, trials: list[Trial], before: R
     if measure == "grad_norm" and m.log is not None and _above(before["grad_norm"], m.log.usual_grad_norm, 1.5):
         return m.log.usual_grad_norm
     reached = [t.reading[measure] for t in trials if t.reading is not None and measure in t.reading]
-    if measure == "step_damage" and m.step_effect is not None:
-        reached.append(0.0)
+    if measure == "precision_gap" or (measure == "step_damage" and m.step_effect is not None):
+        reached.append(0.0)  # what rounding, or a step, costs where nothing is wrong: no repair sets its own mark
     finite = [value for value in reached if math.isfinite(value)]
     return min(finite) if finite else None
 

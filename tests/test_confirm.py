@@ -94,6 +94,15 @@ def test_without_any_reference_the_best_repair_is_the_reference():
     assert judge_trials(idle, trials, {"loss": 8.1}, bench).explained == pytest.approx(0.2 / 5.5)
 
 
+@pytest.mark.parametrize(("after", "explained"), [(84.87, 0.0065), (0.5, 0.994)])
+def test_a_precision_gap_is_held_against_none(after, explained):
+    """A table row of the tied head × 1000: recentring removes next to nothing of the 85 nats that bf16 costs."""
+    who = suspect("logit-drift", measures=("precision_gap",))
+    trials = [trial(who, after, "precision_gap")]
+    judged = judge_trials(who, trials, {"precision_gap": 85.42, "loss": 21616.0}, bench_of())
+    assert judged.explained == pytest.approx(explained, abs=1e-3)
+
+
 def test_swapping_in_the_baseline_is_held_against_the_baseline():
     who = suspect("tokenizer-mismatch")
     swap = Trial(who, Plan("swap_baseline"), True, {"loss": 2.5})
