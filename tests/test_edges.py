@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from fixtures.tiny import build, logits_of, tiny
 from fixtures.tiny_text import PAD_ID
 from stability_probe.errors import ProbeError
 from stability_probe.pipeline import run
+from stability_probe.report_parts import with_randomness
 from stability_probe.request import Request
+from stability_probe.schema import Verdict
 from tests.planted import NAMES, diagnose
 
 UNEQUAL = [row("code", length, seed) for seed, length in enumerate((40, 64, 25, 57))]
@@ -183,3 +186,24 @@ def test_a_forward_that_cannot_be_repeated_is_the_finding(tmp_path):
 
 def test_a_forward_without_random_numbers_has_nothing_said_of_seeds(tmp_path):
     assert "seeds" not in noisy("logits", tmp_path).verdict.summary
+
+
+@pytest.mark.parametrize(
+    ("cause", "gap", "change", "said"),
+    [
+        ("unexplained", 9.0, 1e-4, True),
+        ("none", math.inf, math.nan, True),
+        ("repeated-tokens", 9.0, 0.3, True),
+        ("repeated-tokens", 9.0, -0.3, True),
+        ("repeated-tokens", 9.0, math.nan, True),
+        ("repeated-tokens", 9.0, 1e-4, False),  # the batch's loss, and so the proof, hardly depends on the seed
+        ("unexplained", 2e-5, 1e-7, False),  # sums in another order
+        ("unexplained", None, None, False),
+    ],
+)
+def test_the_seed_is_spoken_of_where_it_matters(cause, gap, change, said):
+    measured = SimpleNamespace(seed_gap=gap, seed_loss_change=change)
+    verdict = with_randomness(Verdict(cause, None, None, "what was seen"), measured)
+    assert ("different seeds" in verdict.summary) == said
+    assert bool(verdict.remedies) == (said and cause in ("none", "unexplained"))
+    assert verdict.summary.endswith("what was seen")
