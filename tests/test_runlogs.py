@@ -279,3 +279,10 @@ def test_a_spike_and_the_ends_of_the_log_are_told_whatever_the_step():
     for step in (None, 5, 41, 5000):
         facts = log_facts([frame], step)
         assert (facts.first_step, facts.last_step, facts.spike_steps) == (0, 42, (40, 41))
+
+
+@pytest.mark.parametrize(("loss", "is_spike"), [(4.7, False), (4.9, True)])
+def test_a_spike_stands_six_deviations_out(loss, is_spike):
+    """Quartiles 2.8 and 3.2, so σ = 0.4 / 1.349 = 0.297 and the limit is 3.0 + 1.78."""
+    frame = steps(*[(step, 2.8 if step % 2 else 3.2) for step in range(40)], (40, loss))
+    assert log_facts([frame], None).spike_steps == ((40,) if is_spike else ())
