@@ -205,8 +205,8 @@ def test_rows_together_or_apart() -> None:
     apart, together = (compare(llama(2), "bf16", microbatch=m).precisions["bf16"] for m in (1, 2))
     assert together.loss == pytest.approx(apart.loss, abs=1e-4)
     for one, other in zip(apart.modules, together.modules, strict=True):
-        assert other.relative_error == pytest.approx(one.relative_error, rel=0.1, abs=1e-4), one.module
-        assert other.introduced_error == pytest.approx(one.introduced_error, rel=0.1, abs=1e-5), one.module
+        assert other.relative_error == pytest.approx(one.relative_error, rel=1e-4), one.module
+        assert other.introduced_error == pytest.approx(one.introduced_error, rel=1e-4), one.module
 
 
 def test_identical_from_run_to_run() -> None:
