@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Skip, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._optimizer import no_moments, usual_lag
+from stability_probe.rules._optimizer import gradient_is_usual, no_moments, usual_lag
 from stability_probe.rules._tables import finite, is_number, records
 from stability_probe.schema import Evidence, Location, Remedy
 
@@ -27,6 +28,11 @@ THRESHOLDS = {
     "stale": Threshold(
         100, "x the lower quartile of g2/v", "where single tensors stand out that far, their moment is the cause",
         "rule stale-second-moment, x_others",
+    ),
+    "everywhere": Threshold(
+        100, "lower quartile of g2/v", "with an ordinary gradient a state that lags this far everywhere makes steps "
+        "ten times too large at any rate: optimizer-state-mismatch",
+        "rule optimizer-state-mismatch, ratio",
     ),
     "peak": Threshold(
         0.9, "of the largest rate so far", "at the peak the rate is the first thing to suspect",
@@ -74,12 +80,17 @@ def _single_tensors(m: Measurements, t: dict[str, Threshold]) -> bool:
     return any(ratio >= max(10.0, t["stale"].value * usual) for ratio in ratios) if is_number(usual) else False
 
 
+def _whole_state(m: Measurements, t: dict[str, Threshold]) -> bool:
+    known = sorted(row["g2_over_v"] for row in records(m.parameters) if not math.isnan(row["g2_over_v"]))
+    return bool(known) and known[len(known) // 4] >= t["everywhere"].value and gradient_is_usual(m)
+
+
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     effect = m.step_effect
     if effect is None:
         raise Skip(no_moments(m))
     factor = min(effect.damage_by_lr, default=1.0)
-    if not effect.damage >= t["damage"].value or factor > 0.25 or _single_tensors(m, t):
+    if not effect.damage >= t["damage"].value or factor > 0.25 or _single_tensors(m, t) or _whole_state(m, t):
         return []
     least = effect.damage_by_lr[factor]
     if not least <= t["quarter"].value * effect.damage:
@@ -154,6 +165,14 @@ RULE = Rule(
             {
                 "parameters": _EVEN,
                 "step_effect": {**_HOT, "damage_by_lr": {0.5: 0.8, 0.25: 0.75, 0.05: 0.72, 0.01: 0.7}},
+            },
+            False,
+        ),
+        Case(
+            "near miss: the second moments of all tensors are another run's",
+            {
+                "parameters": _cases.parameters(everywhere={"g2_over_v": 1e9}),
+                "step_effect": _HOT, "baseline_grad_norm": 1.1,
             },
             False,
         ),

@@ -86,9 +86,10 @@ def _plans(m: Measurements) -> tuple[Plan, ...]:
     return (Plan("swap_baseline", {}, "the baseline batch in place of this one"),) if is_number(m.baseline_loss) else ()
 
 
-def _right_offset(m: Measurements) -> bool:
+def _right_offset(m: Measurements, limit: float) -> bool:
+    """Whether no other offset is the right one: of offsets that all cost as much as noise, one is always the least."""
     losses = {int(k): loss for k, loss in m.offset_losses.items() if is_number(loss)}
-    return 0 not in losses or min(losses.values()) >= losses[0] - 0.5
+    return 0 not in losses or min(losses.values()) >= min(losses[0] - 0.5, limit)
 
 
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
@@ -113,7 +114,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
         or usual >= limit - 1
         or odd_rows
         or 2 * content >= len(losses)
-        or not _right_offset(m)
+        or not _right_offset(m, limit)
     ):
         return []
     return [
