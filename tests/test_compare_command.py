@@ -119,7 +119,7 @@ UNIT = 2.0**-8
 
 def test_ordinary_rounding_is_a_no_and_near_misses_too() -> None:
     severity, sentence = judge(precision_result(module_error("a")), UNIT, 3.0, 40.0)
-    assert severity == 0 and sentence.startswith("No: ")
+    assert severity == 0 and sentence.startswith("No fault: ")
     assert judge(precision_result(loss_gap=0.039), UNIT, 3.0, 40.0)[0] == 0
     assert judge(precision_result(loss_gap=0.041), UNIT, 3.0, 40.0)[0] == 2
 
@@ -166,14 +166,16 @@ def test_share_of_the_excess_that_is_precisions() -> None:
 
 def test_reports_survive_hostile_names_and_nan() -> None:
     evil = "layers.0.\x1b[31m|`x`\u202e"
-    result = precision_result(module_error(evil, math.nan, relative_error=math.inf), sentence="No: `a`|b", severity=0)
+    result = precision_result(
+        module_error(evil, math.nan, relative_error=math.inf), sentence="No fault: `a`|b", severity=0
+    )
     found = Comparison(summary([result]), 3.0, 1.0, None, math.nan, 1.0, {"bf16": result})
     text, markdown = to_text(found), to_markdown(found)
     assert "\x1b" not in text + markdown and "\u202e" not in text + markdown
     rows = [line for line in markdown.splitlines() if line.startswith("| ") and "layers" in line]
     assert rows and all(line.count("|") == 10 for line in rows)
     assert json.loads(to_json(found))["precisions"]["bf16"]["modules"][0]["relative_error"] == "inf"
-    assert next(iter(sections(found))).lines[0] == "No: `a`|b"
+    assert next(iter(sections(found))).lines[0] == "No fault: `a`|b"
 
 
 def test_the_most_serious_precision_leads() -> None:

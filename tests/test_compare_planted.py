@@ -105,7 +105,7 @@ def test_a_healthy_model_has_no_culprit() -> None:
     for result in found.precisions.values():
         assert result.culprits == (), result.sentence
         assert result.severity == 0, result.sentence
-    assert found.summary.startswith("No: ")
+    assert found.summary.startswith("No fault: ")
 
 
 def test_one_norm_in_bf16() -> None:

@@ -60,28 +60,28 @@ def judge(result: PrecisionResult, unit_roundoff: float, fp32_loss: float, max_l
     if result.nonfinite or not math.isfinite(result.loss):
         return _not_finite(result, fp32_loss)
     if not math.isfinite(result.global_grad_norm):
-        return 2, f"Yes: in {name} the gradient is not finite, in fp32 it is{_backward(result)}."
+        return 2, f"In {name} the gradient is not finite, in fp32 it is{_backward(result)}."
     place = _forward(result, max_logit) or _backward(result)
     coarser = max(1.0, unit_roundoff / BF16_UNIT)
     if abs(result.loss_gap) > max(LOSS_GAP * math.sqrt(coarser), TIMES_BASELINE * abs(result.baseline_loss_gap or 0.0)):
         change = f"{fp32_loss:.4g} → {result.loss:.4g}"
-        return 2, f"Yes: {name} moves the loss by {result.loss_gap:+.3g} nats ({change}){place}."
+        return 2, f"{name} moves the loss by {result.loss_gap:+.3g} nats ({change}){place}."
     error = _percent(result.grad_relative_error)
     allowed = min(GRAD_ERROR * coarser**0.25, ALL_GONE)
     if result.grad_relative_error > max(allowed, TIMES_BASELINE * (result.baseline_grad_relative_error or 0.0)):
         lost = _vanished(result)
-        return 2, f"Yes: {name} changes the gradient by {error}{lost}{(_backward(result) if lost else '') or place}."
+        return 2, f"{name} changes the gradient by {error}{lost}{(_backward(result) if lost else '') or place}."
     ordinary = f"{name} moves the loss by {result.loss_gap:+.2g} nats and the gradient by {error}"
     if place:
-        return 1, f"Not visibly: {ordinary}, yet precision is lost{place}."
-    return 0, f"No: {ordinary}, and no module rounds worse than its siblings."
+        return 1, f"Precision is lost{place}, and it does not show yet: {ordinary}."
+    return 0, f"No fault: {ordinary}, and no module rounds worse than its siblings."
 
 
 def _not_finite(result: PrecisionResult, fp32_loss: float) -> tuple[int, str]:
     if not math.isfinite(fp32_loss):
-        return 0, f"No: fp32 is not finite either, so {result.name} is not the cause."
+        return 0, f"fp32 is not finite either, so {result.name} is not the cause."
     first = f"first in `{result.first_nonfinite}`" if result.first_nonfinite else "in the loss"
-    return 2, f"Yes: {result.name} makes {result.nonfinite} values non-finite, {first}; in fp32 all are finite."
+    return 2, f"{result.name} makes {result.nonfinite} values non-finite, {first}; in fp32 all are finite."
 
 
 def _forward(result: PrecisionResult, max_logit: float) -> str:
@@ -141,7 +141,7 @@ def explained_share(result: PrecisionResult, fp32_loss: float, baseline_fp32: fl
 def summary(results: Sequence[PrecisionResult]) -> str:
     """The one sentence that leads every report: that of the most serious precision."""
     if not results:
-        return "No: no precision was compared."
+        return "No precision was compared."
     return max(results, key=lambda r: r.severity).sentence
 
 

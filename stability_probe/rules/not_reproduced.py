@@ -182,6 +182,11 @@ def _age(m: Measurements, log: LogFacts) -> str:
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     log = m.log
     if log is None or (log.logged_loss is None and log.logged_grad_norm is None):
+        if log is not None and log.step is not None and log.last_step is not None:
+            raise Skip(
+                f"the log holds steps {log.first_step}–{log.last_step} and says nothing about step {log.step}; "
+                "give the part that holds it"
+            )
         raise Skip("the log says nothing about this step; give the run's log with --log and the step with --step")
     if not is_number(m.loss) or m.grad_nonfinite or _explained_elsewhere(m, log, t):
         return []
