@@ -451,3 +451,21 @@ def test_the_vocabulary_knows_bytes_digits_and_special_tokens(bpe: Tokenizer) ->
         assert sum(int(vocabulary.bytes_of_id[i]) for i in ids) == len(text.encode())
     assert all(vocabulary.is_digits[i] for i in bpe.encode("2024").ids)
     assert vocabulary.bytes_of_id[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("runs", "severity"),
+    [
+        ([(100, 240)], "high"),  # one loop over 12 % of the row
+        ([(100, 85), (400, 85), (900, 85), (1300, 40)], "medium"),  # a table of tests: three short runs, 12 %
+        ([(100, 170), (400, 170), (800, 170), (1300, 100)], "high"),  # scattered, but over a quarter of the row
+    ],
+)
+def test_scattered_short_runs_are_worth_a_look_and_a_loop_is_a_finding(
+    runs: list[tuple[int, int]], severity: str
+) -> None:
+    ids = ordinary(1, 2048, seed=3)
+    for start, tokens in runs:
+        ids[0, start : start + tokens] = np.resize(np.arange(17) + start, tokens)
+    notes = [note for note in audit_rows(ids, vocab_size=50_000).rows[0].notes if note.detector == "D2"]
+    assert [note.severity for note in notes] == [severity]
