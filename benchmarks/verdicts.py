@@ -66,7 +66,7 @@ def diagnose(incident: Incident) -> Result:
         began = time.perf_counter()
         try:
             report = run(request)
-        except Exception as error:  # a crash is a result: it is counted, and the others still run
+        except Exception as error:  # noqa: BLE001 a crash is a result: it is counted, and the others still run
             return Result(incident, ("crashed",), "", None, float("nan"), "", f"{type(error).__name__}: {error}")
         seconds = time.perf_counter() - began
     return judged(incident, report, seconds)
