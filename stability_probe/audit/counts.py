@@ -6,6 +6,7 @@ a count of repeats. Slower twins with plain counters are in the tests.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,7 +18,7 @@ from stability_probe.audit.prepare import Ints
 Floats = NDArray[np.float64]
 WINDOW = 64
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, odd: the usual multiplicative hash
-_PAIR_BITS = np.uint64(32)
+HIGH_HALF = 1 if sys.byteorder == "little" else 0  # of a uint64, as two uint32
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,11 @@ def hash_4grams(ids_BW: NDArray[np.int32]) -> NDArray[np.uint64]:
     Equal 4-grams hash alike; different ones collide with probability about 2⁻⁶⁴ a pair, so that the expected
     number of false repeats in a row of a million tokens is under 10⁻⁷.
     """
-    wide = ids_BW.view(np.uint32).astype(np.uint64)
-    pairs = wide[:, :-1] << _PAIR_BITS
-    pairs |= wide[:, 1:]
+    B, W = ids_BW.shape
+    halves = np.empty((B, W - 1, 2), np.uint32)
+    halves[:, :, HIGH_HALF] = ids_BW[:, :-1].view(np.uint32)
+    halves[:, :, 1 - HIGH_HALF] = ids_BW[:, 1:].view(np.uint32)
+    pairs = halves.view(np.uint64)[:, :, 0]
     hashes = pairs[:, :-2] * _ODD
     hashes += pairs[:, 2:]
     return hashes

@@ -14,6 +14,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from stability_probe.audit.counts import HIGH_HALF
+
 LONGEST_PERIOD = 512
 SHORT_PERIOD = 13  # OLMo's filter: n-grams up to 13 …
 SHORT_REPEATS = 32  # … repeated at least 32 times
@@ -76,14 +78,16 @@ def find_runs(
 ) -> dict[int, list[Run]]:
     """Every run that D1 or D2 asks for, by row.
 
-    A run never crosses a position where `breaks_BW` is True. Rows where `long_B` is False are searched for D1 alone.
+    A run never crosses a position where `breaks_BW` is True. Rows where `long_B` is False need no search beyond D1.
     """
-    short = (hashes >> np.uint64(32)).astype(np.uint32)
-    everything = np.arange(len(short))
-    if long_B is None or long_B.all():
-        parts = _hits(short, everything, False)
+    # Positions first: what is compared at one position of all rows then lies side by side.
+    halves = hashes.view(np.uint32)[:, HIGH_HALF::2]  # the better mixed one
+    short_GB = np.ascontiguousarray(halves.T)
+    everything = np.arange(len(hashes))
+    if long_B is None or 2 * np.count_nonzero(long_B) > len(long_B):
+        parts = _hits(short_GB, everything, False)
     else:
-        parts = _hits(short, np.flatnonzero(long_B), False) + _hits(short, np.flatnonzero(~long_B), True)
+        parts = _hits(short_GB, np.flatnonzero(long_B), False) + _hits(short_GB, np.flatnonzero(~long_B), True)
     if not parts:
         return {}
     row_of, period_of, position_of = np.concatenate(parts, axis=1)
@@ -96,19 +100,19 @@ def find_runs(
     return runs
 
 
-def _hits(short: NDArray[np.uint32], wanted: NDArray[np.intp], short_only: bool) -> list[NDArray[np.intp]]:
+def _hits(short_GB: NDArray[np.uint32], wanted: NDArray[np.intp], short_only: bool) -> list[NDArray[np.intp]]:
     """(row, period, position) of every confirmed hit in the wanted rows."""
     found: list[NDArray[np.intp]] = []
     if not len(wanted):
         return found
-    own = short if len(wanted) == len(short) else short[wanted]
-    for base in range(0, own.shape[1], _BLOCK):
-        here, there = _grid(min(_BLOCK, own.shape[1] - base), base == 0, short_only)
+    own = short_GB if len(wanted) == short_GB.shape[1] else short_GB[:, wanted]
+    for base in range(0, len(own), _BLOCK):
+        here, there = _grid(min(_BLOCK, len(own) - base), base == 0, short_only)
         if not len(here):
             continue
         here, there = (here + base, there + base) if base else (here, there)
-        equal = own.take(here, axis=1) == own.take(there, axis=1)
-        rows, which = np.divmod(np.flatnonzero(equal), len(here))
+        equal = own.take(here, axis=0) == own.take(there, axis=0)
+        which, rows = np.divmod(np.flatnonzero(equal), own.shape[1])
         if len(rows):
             position, period = here[which], here[which] - there[which]
             sure = _confirmed(own, rows, position, period)
@@ -120,14 +124,14 @@ _SHORTEST = np.array([0, *(shortest_run(period) for period in range(1, LONGEST_P
 
 
 def _confirmed(
-    short: NDArray[np.uint32], rows: NDArray[np.intp], position: NDArray[np.intp], period: NDArray[np.intp]
+    short_GB: NDArray[np.uint32], rows: NDArray[np.intp], position: NDArray[np.intp], period: NDArray[np.intp]
 ) -> NDArray[np.bool_]:
     """Hits whose run reaches far enough to one side: of m − 3 agreeing starts, half lie on one side of any."""
     reach = (_SHORTEST[period] - 4) // 2
     at = position + np.stack([-reach, -(reach // 2), reach // 2, reach])
-    inside = (at >= period) & (at < short.shape[1])
+    inside = (at >= period) & (at < len(short_GB))
     at = np.where(inside, at, period)
-    agree = inside & (short[rows, np.minimum(at, short.shape[1] - 1)] == short[rows, at - period])
+    agree = inside & (short_GB[np.minimum(at, len(short_GB) - 1), rows] == short_GB[at - period, rows])
     return (agree[0] & agree[1]) | (agree[2] & agree[3])
 
 
