@@ -162,3 +162,10 @@ def test_shards_with_flagged_rows_say_drop_them(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.startswith("DROP ROWS 1 of 5 rows of 1 shard are flagged")
     assert "1 row flagged" in said
+
+
+def test_flat_ids_are_said_to_be_one_row(tmp_path, capsys):
+    torch = pytest.importorskip("torch")
+    torch.save(torch.arange(200), tmp_path / "flat.pt")
+    command.run_batch_audit([tmp_path / "flat.pt"])
+    assert "one row" in capsys.readouterr().out

@@ -196,7 +196,7 @@ def _audit_batch(
     report["rows_flagged"] += len(result.drop_rows)
     report["skip"] = report["skip"] or result.skip
     report["reasons"].append((str(path), result.reason))
-    report["notes"].extend(result.notes)
+    report["notes"].extend((*batch.notes, *result.notes))
     if batch.convention_reason:
         report["notes"].append(f"labels: {batch.convention}, {batch.convention_reason}")
 
