@@ -46,13 +46,13 @@ def _report(model: nn.Module, source: str, state: OptimizerState | None, lr: flo
     moving = lost = 0
     size = nearest = drawn = 0.0
     for name, parameter in model.named_parameters():
-        update = _update(parameter, name, state, lr)
+        stride = max(1, parameter.numel() // SAMPLE) | 1  # odd: columns of a power-of-two width are all visited
+        weight = _every(parameter, stride)
+        update = _update(weight, stride, name, state, lr)
         if update is None:
             continue
-        device = parameter.device
-        generator = generators.setdefault(device, Generator(device).manual_seed(0))
-        stride = max(1, parameter.numel() // SAMPLE) | 1  # odd: columns of a power-of-two width are all visited
-        found = survival(_every(parameter, stride), _every(update, stride), generator)
+        generator = generators.setdefault(weight.device, Generator(weight.device).manual_seed(0))
+        found = survival(weight, update, generator)
         moving, lost = moving + found[0], lost + found[1]
         size, nearest, drawn = size + found[2], nearest + found[3], drawn + found[4]
     if not moving:
@@ -62,22 +62,23 @@ def _report(model: nn.Module, source: str, state: OptimizerState | None, lr: flo
 
 def _every(values: Tensor, stride: int) -> Tensor:
     """Every stride-th element in row-major order, gathered without a copy of the rest."""
-    if values.dim() == 0 or stride == 1:
-        return values.detach().reshape(-1)
+    if values.dim() == 0 or stride == 1 or values.is_contiguous():
+        return values.detach().reshape(-1)[::stride]
     index = torch.arange(0, values.numel(), stride, device=values.device)
     return values.detach()[torch.unravel_index(index, values.shape)]
 
 
 @torch.no_grad()
-def _update(parameter: Tensor, name: str, state: OptimizerState | None, lr: float | None) -> Tensor | None:
+def _update(weight: Tensor, stride: int, name: str, state: OptimizerState | None, lr: float | None) -> Tensor | None:
+    """AdamW's step for every stride-th element; `weight` holds these elements already."""
     if state is None:
-        return torch.tensor(lr or 0.0, device=parameter.device).expand(parameter.shape)
+        return torch.full_like(weight, lr or 0.0, dtype=torch.float32)
     if name not in state.exp_avg or name not in state.exp_avg_sq:
         return None
     group = state.groups[state.group_of[name]]
     beta1, beta2 = group.betas
     t = max(state.step.get(name, 1), 1)
-    mean = state.exp_avg[name].to(parameter.device).float() / (1 - beta1**t)
-    square = state.exp_avg_sq[name].to(parameter.device).float() / (1 - beta2**t)
+    mean = _every(state.exp_avg[name], stride).to(weight.device).float() / (1 - beta1**t)
+    square = _every(state.exp_avg_sq[name], stride).to(weight.device).float() / (1 - beta2**t)
     rate = group.lr if lr is None else lr
-    return -rate * (mean / (square.sqrt() + group.eps) + group.weight_decay * parameter)
+    return -rate * (mean / (square.sqrt() + group.eps) + group.weight_decay * weight)
