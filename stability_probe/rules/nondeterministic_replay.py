@@ -21,6 +21,11 @@ THRESHOLDS = {
         0.02, "nats, the batch's loss", "from here on the interventions of the verdict cannot be told from noise",
         "the noise floor that explained shares are held against (confirm.LOSS_NOISE)",
     ),
+    "token_change": Threshold(
+        0.5, "nats, a token's loss", "so far no other order of sums moves a token: another computation was done, even "
+        "where the tokens' changes cancel in the mean",
+        "500 times the limit above, 50 000 times what fp32 sums move it by",
+    ),
 }  # fmt: skip
 
 PAGE = Page(
@@ -58,7 +63,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     gap, change = m.repeat_gap or 0.0, m.repeat_loss_change or 0.0
     if not m.repeat_differs or not gap >= t["gap"].value:
         return []
-    whole = not math.isfinite(change) or abs(change) >= t["loss_change"].value
+    whole = not math.isfinite(change) or abs(change) >= t["loss_change"].value or gap >= t["token_change"].value
     size = f"{gap:.3g} nats" if math.isfinite(gap) else "a value that is not finite"
     return [
         Suspect(
