@@ -4,7 +4,7 @@
     python -m benchmarks.verdicts --share 0.1 --seed 3     # a tenth, drawn by seed
     python -m benchmarks.verdicts --split held-out --only nanoGPT
 
-The first run trains the models (about fifteen minutes on one core); they are kept in ~/.cache/stability_probe.
+The first run trains the models (about five minutes on one core); they are kept in ~/.cache/stability_probe.
 Before each diagnosis the incident's naive check runs; one that is not what it claims to be counts as a crash.
 """
 

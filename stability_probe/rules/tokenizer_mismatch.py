@@ -137,6 +137,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
 
 
 _ALIEN = _cases.rows({row: {"loss": 6.4 + 0.1 * row} for row in range(4)})
+_WORSE = _cases.rows({row: {"loss": 7.1 + 0.1 * row} for row in range(4)})
 _ALIEN_LOSSES = {-1: 8.3, 0: 6.55, 1: 6.6, 2: 6.7, 3: 6.7}
 RULE = Rule(
     slug="tokenizer-mismatch",
@@ -148,6 +149,11 @@ RULE = Rule(
         Case(
             "every row far above the unigram entropy",
             {"loss": 6.55, "rows": _ALIEN, "baseline_loss": 3.4, "offset_losses": _ALIEN_LOSSES},
+            True,
+        ),
+        Case(
+            "ids of another vocabulary: as bad at every offset, one of which is the least bad",
+            {"loss": 7.2, "rows": _WORSE, "baseline_loss": 3.4, "offset_losses": {-1: 6.5, 0: 7.2, 1: 7.0}},
             True,
         ),
         Case(
