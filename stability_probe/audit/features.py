@@ -14,9 +14,9 @@ from stability_probe.audit.prepare import Content
 from stability_probe.audit.shapes import Few, few_ids
 from stability_probe.audit.shapes import template as measure_template
 
-# 65 536 tokens make 256 KB of ids and 512 KB of hashes, which stay in a second-level cache; with 16 384 the calls
-# themselves cost a third of the time (12.8, 15.9, 18.5, 18.5 M tokens/s at 16, 32, 64 and 128 thousand tokens).
-CHUNK_TOKENS = 65536
+# Large enough that the calls themselves do not count, small enough for a shared cache: 23.8, 27.3, 28.2 and 27.6 M
+# tokens/s at 32, 64, 128 and 256 thousand tokens (the audit of benchmarks/audit_speed.py, this constant changed).
+CHUNK_TOKENS = 131072
 POOR_DISTINCT = 7  # of 64: 0.12 rounded down
 TEMPLATE_SHORTEST = 512
 # A repeated 16-gram holds 13 repeated 4-grams. So D4 cannot hold below these shares of 4-grams that occur twice or more
