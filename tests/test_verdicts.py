@@ -17,7 +17,7 @@ from fixtures.verdict_incident import Incident, Truth
 from fixtures.verdict_incidents import INCIDENTS, drawn
 from stability_probe.schema import Location
 
-SEED = 0
+SEED = 2  # draws one of the known misses
 TENTH = drawn(0.1, SEED)
 
 
