@@ -2,8 +2,9 @@
 
 Both run in turn in one process, on SmolLM2-135M with 4 rows of 512 tokens, and the ratio of their medians is
 printed. One thread by default: matrix products gain from more of them, the many small operations of the taps do
-not, so the ratio grows with threads (`--threads 2`: about 0.1 more). Peak memory is the highest resident set (VmHWM, Linux) of a fresh process that does only one of the two,
-counted from after the checkpoint was read: reading takes more than either.
+not, so the ratio grows with threads (`--threads 2`: about 0.1 more) and on a machine whose memory others use.
+Peak memory is the highest resident set (VmHWM, Linux) of a fresh process that does only one of the two, counted
+from after the checkpoint was read: reading takes more than either.
 
     python benchmarks/replay_overhead.py [--rounds 3]
 """

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fixtures.lagged_language import MIXTRAL, experts, sequences
 from stability_probe.batches.base import Batch
 from stability_probe.interventions.bench import CannotRun
 from stability_probe.interventions.cap_logits import without_cap
@@ -25,7 +26,6 @@ from stability_probe.step_progress import step_progress
 from stability_probe.tables_positions import rotary_theta
 from stability_probe.taps.attention_change import AttentionChange, attention
 from stability_probe.taps.router import RouterTap, find_routers
-from tests.lagged_language import MIXTRAL, experts, sequences
 from tests.rule_tables import measurements_from
 from tests.test_interventions import bench_of, snapshot, step_of
 from tests.test_replay import batch_of, decoder

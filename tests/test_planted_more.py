@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fixtures import lagged_language as language
 from stability_probe.interventions.change_rotary import reordered
 from stability_probe.pipeline import run
 from stability_probe.replay import Subject
 from stability_probe.request import Request
 from stability_probe.schema import Report
-from tests import lagged_language as language
 
 STEPS, ROWS = 120, 4
 

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
+from fixtures.lagged_language import GPT_OSS, MIXTRAL, sequences
 from stability_probe.replay import Subject
 from stability_probe.taps.router import RouterTap, find_routers
-from tests.lagged_language import GPT_OSS, MIXTRAL, sequences
 
 QWEN = {
     **MIXTRAL, "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
