@@ -16,7 +16,7 @@ help:
 	@echo "make test         every test that needs no downloaded model"
 	@echo "make lint         ruff, mypy, import contracts"
 	@echo "make acceptance   tests on SmolLM2-135M (downloads its weights once; minutes)"
-	@echo "make bench        speed and memory side by side with the bare run"
+	@echo "make bench        verdicts on planted incidents, audit recall, speed and memory"
 
 demo: $(VENV)/.demo
 	$(BIN)/probe demo
@@ -35,7 +35,7 @@ acceptance: $(VENV)/.acceptance
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m real_model
 
 bench: $(VENV)/.acceptance
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python -m benchmarks.$$(basename $$script .py); done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
