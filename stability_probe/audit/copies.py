@@ -67,12 +67,15 @@ def near_copies(rows: Content, prints: Prints, entropy_bits_B: NDArray[np.float6
     # Nearly all marks stand alone: only the others need to be put in order with their rows.
     at = np.minimum(np.searchsorted(twice, prints.marks), len(twice) - 1)
     again = np.flatnonzero(twice[at] == prints.marks)
+    count_rows = len(entropy_bits_B)
+    sampled = np.bincount(prints.rows, minlength=count_rows)
+    # Marks that stand alone are all different, so a row that shares half of its different marks repeats a third of all.
+    if not (3 * np.bincount(prints.rows[again], minlength=count_rows) >= np.maximum(sampled, 1)).any():
+        return {}
     order = again[np.lexsort((prints.rows[again], prints.marks[again]))]
     row_of, marks = prints.rows[order], prints.marks[order]
     new = np.ones(len(row_of), np.bool_)
     new[1:] = (marks[1:] != marks[:-1]) | (row_of[1:] != row_of[:-1])
-    count_rows = len(entropy_bits_B)
-    sampled = np.bincount(prints.rows, minlength=count_rows)
     distinct = sampled - np.bincount(row_of[~new], minlength=count_rows)
     telling = (distinct >= np.maximum(FEWEST, VARIED * sampled)) & (entropy_bits_B >= LEAST_ENTROPY_BITS)
     keep = new & telling[row_of]

@@ -18,7 +18,8 @@ from stability_probe.audit.prepare import Ints
 Floats = NDArray[np.float64]
 WINDOW = 64
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, odd: the usual multiplicative hash
-HIGH_HALF = 1 if sys.byteorder == "little" else 0  # of a uint64, as two uint32
+# Where the high bits of a uint64 are when it is read as two uint32 and as four uint16.
+HIGH_HALF, TOP_QUARTER = (1, 3) if sys.byteorder == "little" else (0, 0)
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,16 @@ def unigrams(ids_BW: NDArray[np.int32], lengths_B: NDArray[np.int64]) -> Unigram
     """Entropy, distinct ids and dominance of every row, from one sort."""
     B, W = ids_BW.shape
     n = np.maximum(lengths_B, 1)
-    if W == 0:
+    if B == 0 or W == 0:
         return Unigrams(np.zeros(B), np.zeros(B, np.int64), np.zeros(B), np.zeros(B))
     ordered = np.sort(ids_BW, axis=1)
     starts_here = np.empty((B, W), np.bool_)
     starts_here[:, 0] = True
     np.not_equal(ordered[:, 1:], ordered[:, :-1], out=starts_here[:, 1:])
     starts = np.flatnonzero(starts_here)
-    counts = np.diff(starts, append=B * W)
+    counts = np.empty_like(starts)
+    np.subtract(starts[1:], starts[:-1], out=counts[:-1])
+    counts[-1] = B * W - starts[-1]
     row_starts = np.searchsorted(starts, np.arange(B) * W)
     # Fillers are runs of one, and 1 · log2 1 = 0: they leave the sum alone.
     sums = np.add.reduceat(_count_log_count(W)[counts], row_starts)
