@@ -72,6 +72,9 @@ def ranges(m: Measurements) -> Iterator[tuple[str, str]]:
     heads = m.heads["max_logit"].tolist()
     yield "largest attention logit per head", spread(heads)
     yield "  over the median head", f"{max(heads) / statistics.median(heads):.2f}"
+    over_baseline = (m.heads["max_logit"] / m.heads["baseline_max_logit"]).dropna().tolist()
+    if over_baseline:
+        yield "  over the same head on the baseline", spread(over_baseline)
     yield "attention entropy, nats", spread(m.heads["entropy"].tolist())
     blocks = m.modules[m.modules["role"] == "block"]
     yield "largest |residual| per block", spread(blocks["absmax"].tolist())

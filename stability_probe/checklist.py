@@ -2,7 +2,7 @@
 
 `pass`: looked at, in order. `fail`: looked at, not in order (in step 2: this category applies).
 `unknown`: cannot be told from what was given; `needs` says what to supply. Where `needs` is empty the question does not
-arise here, and `measured` says why (`applies` is then false).
+arise here, and `measured` says why (`Box.applies` is then false).
 """
 
 from __future__ import annotations
@@ -224,11 +224,6 @@ def answer(facts: ChecklistFacts) -> tuple[Box, ...]:
         *_mitigate(facts),
         *_prevent(facts),
     )
-
-
-def applies(box: Box) -> bool:
-    """Whether the question arises here; False for an `unknown` box that nothing could answer."""
-    return box.status != "unknown" or bool(box.needs)
 
 
 def written_down(boxes: Iterable[Box], files: Iterable[object]) -> tuple[Box, ...]:

@@ -31,7 +31,7 @@ def with_randomness(verdict: Verdict, m: Measurements) -> Verdict:
         return verdict
     change = abs(m.seed_loss_change or 0.0)
     doubtful = verdict.cause in ("none", "unexplained")
-    if not (doubtful or not change < SEED_MATTERS):
+    if not doubtful and change < SEED_MATTERS:
         return verdict
     told = (
         "Two replays of this batch with different seeds differ: its forward draws random numbers "

@@ -148,6 +148,11 @@ class Box:
     measured: str
     needs: str = ""
 
+    @property
+    def applies(self) -> bool:
+        """Whether the question arises here; False for an `unknown` box that nothing could answer."""
+        return self.status != "unknown" or bool(self.needs)
+
 
 @dataclass(frozen=True)
 class Report:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stability_probe.checklist import ChecklistFacts, answer, applies, facts_from, written_down
+from stability_probe.checklist import ChecklistFacts, answer, facts_from, written_down
 from stability_probe.measure import LogFacts, PrecisionGap
 from stability_probe.schema import Location, Remedy, Verdict
 
@@ -53,7 +53,7 @@ def verdict(cause, status="confirmed", explained=0.97, **more):
 
 
 def test_a_healthy_run_fails_nothing_and_leaves_only_what_no_file_tells():
-    unknown = {box.item for box in boxes() if box.status == "unknown" and applies(box)}
+    unknown = {box.item for box in boxes() if box.status == "unknown" and box.applies}
     assert not [box for box in boxes() if box.status == "fail"]
     assert unknown == {
         "The incident is written down: what failed, why, what fixed it",
@@ -61,7 +61,7 @@ def test_a_healthy_run_fails_nothing_and_leaves_only_what_no_file_tells():
         "The loop skips a batch whose gradient norm jumps",
         "Attention logits and log Z are kept from growing",
     }
-    assert {box.item: box.measured for box in boxes() if not applies(box)} == {
+    assert {box.item: box.measured for box in boxes() if not box.applies} == {
         "The checkpoint is from before the spike": "the log has no spike at step 421",
         "A fix is known": "nothing was found to fix",
         "500 steps watched after the restart before alerts go back to normal": "no restart is asked for",
@@ -115,7 +115,7 @@ def test_every_box_is_answered_whatever_the_facts(
         assert answered.status in ("pass", "fail", "unknown")
         assert answered.status == "unknown" or not answered.needs, answered
         assert answered.measured or answered.needs
-        assert applies(answered) == (answered.status != "unknown" or bool(answered.needs))
+        assert answered.applies == (answered.status != "unknown" or bool(answered.needs))
 
 
 def test_nothing_but_a_replay_says_what_to_supply():
@@ -245,7 +245,7 @@ def test_the_step_of_the_logs_spike_is_told():
 )
 def test_a_question_that_does_not_arise_is_neither_ticked_nor_open(item, changes):
     found = box(item, **changes)
-    assert found.status == "unknown" and not applies(found) and found.measured
+    assert found.status == "unknown" and not found.applies and found.measured
 
 
 @pytest.mark.parametrize(

@@ -290,3 +290,30 @@ def test_the_gradient_goes_with_its_trace():
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_outputs_of_inference_mode_and_scalars_are_no_obstacle():
+    class Frozen(nn.Linear):
+        def forward(self, x):
+            with torch.inference_mode():
+                return super().forward(x.detach())
+
+    class Size(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return self.weight * x.mean()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.frozen, self.size, self.head = nn.Embedding(11, 8), Frozen(8, 8), Size(), nn.Linear(8, 11)
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            return self.head(x + self.frozen(x).clone()) + self.size(x)
+
+    trace = replay(Subject.of(Model()), Batch(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[2, 3, 4, IGNORED]])))
+    assert math.isfinite(trace.loss) and trace.modules["frozen"].absmax > 0 and "size" not in trace.modules

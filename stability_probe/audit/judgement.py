@@ -15,7 +15,8 @@ CRITICAL_REPEATS = 100  # dolma 1.6 removed documents at 100 repeats; OLMo's tra
 # A numeric table of a manual repeats 76 tokens: 0.30 of a row of 256. Shorter runs count where they are half the row.
 SURE_TOKENS, SURE_SHARE = 96, 0.50
 LONG_SHARE = 0.10  # of the row, by runs of four repeats or more
-# Test tables and generated code reach a tenth by several short runs of five to nine repeats; a loop is one long one.
+# Test tables and generated code reach a tenth by several short runs of five to nine repeats; a loop is one long one
+# (python -m benchmarks.audit_recall --lengths --dilution 2048: the healthy rows that were flagged).
 SCATTERED_SHARE = 0.25
 TOP1, TOP2, DOMINATED_TOKENS = 0.30, 0.50, 64  # English: "," or "the" stay under 0.07, indentation under 0.15
 FLAT, FLAT_TOKENS = 0.95, 512  # H / log2 n: 2 048 tokens of text have 0.65–0.80, of uniform ids over 50 000 0.99

@@ -100,7 +100,7 @@ def steps(report: Report) -> list[tuple[str, list[Box]]]:
 
 def mark(box: Box) -> str:
     """Its status; "n.a." where the question does not arise, which the schema holds as `unknown` without needs."""
-    return "n.a." if box.status == "unknown" and not box.needs else box.status
+    return box.status if box.applies else "n.a."
 
 
 def tally(report: Report) -> str:

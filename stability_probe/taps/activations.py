@@ -81,7 +81,7 @@ class ActivationTap:
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             tensor = first_tensor(output)
-            if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0:
+            if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0 or tensor.dim() == 0:
                 return
             statistics = self.found.setdefault(name, OutputStatistics(order=len(self.found)))
             # The attention tap listens to every torch function of the forward; our own need not pass it.
@@ -95,8 +95,9 @@ class ActivationTap:
     @torch.no_grad()
     def _measure(self, statistics: OutputStatistics, tensor: Tensor) -> None:
         flat = tensor.detach().reshape(-1, tensor.shape[-1])
-        if self._latest is None or self._latest[0] is not tensor or self._latest[1] != tensor._version:
-            self._latest = (tensor, tensor._version, self._read(flat))
+        version = 0 if tensor.is_inference() else tensor._version  # a tensor of inference mode counts no changes
+        if self._latest is None or self._latest[0] is not tensor or self._latest[1] != version:
+            self._latest = (tensor, version, self._read(flat))
         reading = self._latest[2]
         statistics.sum_square += reading.square
         statistics.count += flat.numel()
