@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
@@ -9,7 +10,7 @@ INPUTS := pyproject.toml constraints.txt
 export OMP_NUM_THREADS := 1
 WORKERS ?= 2
 
-.PHONY: help demo test lint acceptance bench clean
+.PHONY: help demo test lint acceptance bench bench-peers clean
 
 help:
 	@echo "make demo         install the package and diagnose a planted incident"
@@ -17,6 +18,7 @@ help:
 	@echo "make lint         ruff, mypy, import contracts"
 	@echo "make acceptance   tests on SmolLM2-135M (downloads its weights once; minutes)"
 	@echo "make bench        verdicts on planted incidents, audit recall, speed and memory"
+	@echo "make bench-peers  other tools on the same incidents (installs them; about ten minutes)"
 
 demo: $(VENV)/.demo
 	$(BIN)/probe demo
@@ -37,8 +39,12 @@ acceptance: $(VENV)/.acceptance
 bench: $(VENV)/.acceptance
 	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python -m benchmarks.$$(basename $$script .py); done
 
+# Apart from `bench`, and in a set-up of its own: what the other tools bring along must not reach the tests.
+bench-peers: $(PEERS)/.peers
+	$(PEERS)/bin/python -m benchmarks.peers
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed: make PYTHON=python3.12 …" if sys.version_info < (3, 10) else 0)'
@@ -59,3 +65,8 @@ $(VENV)/.acceptance: $(INPUTS) | $(BIN)/python
 	@echo "installing into $(VENV) (torch is large: minutes on the first run)"
 	$(PIP) --editable ".[hf,dev,acceptance]"
 	@touch $@ $(VENV)/.dev $(VENV)/.demo
+
+$(PEERS)/.peers: $(INPUTS)
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[hf,dev,peers]"
+	@touch $@

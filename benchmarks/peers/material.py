@@ -173,6 +173,6 @@ def _same_part(told: str, parameter: str) -> bool:
 
 
 def false_alarm(saying: Saying, truth: Truth) -> bool:
-    """It says of a healthy incident that something is wrong; a shift of the data may be called one where there is one."""
+    """It says of a healthy incident that something is wrong; a shift of the data may be called that."""
     excused = bool(saying.causes) and saying.causes <= set(truth.causes)
     return truth.healthy and saying.alarm and not excused

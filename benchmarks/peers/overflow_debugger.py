@@ -1,9 +1,9 @@
 """transformers' DebugUnderflowOverflow: stops at the first module with a value that is not finite.
 
-It runs in the run's precision, and prints the module and the largest magnitudes of its weights, inputs and outputs. Read like this: not finite in a
-weight: nonfinite-weights. Born in an output: at that module; while the model is finite in fp32: fp16-overflow; from an
-attention module: fully-masked-rows; from the loss alone: no-valid-labels; else corrupt-weights, as what makes sound
-inputs overflow in fp32's own range.
+It runs in the run's precision, and prints the module and the largest magnitudes of its weights, inputs and outputs.
+Read like this: not finite in a weight: nonfinite-weights. Born in an output: at that module; while the model is finite
+in fp32: fp16-overflow; from an attention module: fully-masked-rows; from the loss alone: no-valid-labels; else
+corrupt-weights, as what makes sound inputs overflow in fp32's own range.
 """
 
 from __future__ import annotations
