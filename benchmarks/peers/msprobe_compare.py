@@ -82,5 +82,6 @@ def _of_values(told: object) -> bool:
 def module_of(name: str) -> str:
     """ "Module.model.layers.0.mlp.MLP.forward.0.output.0" is of model.layers.0.mlp."""
     parts = name.split(".")
-    way = next((at for at, part in enumerate(parts) if part in ("forward", "backward", "parameters_grad")), len(parts))
-    return ".".join(parts[1 : way if parts[way : way + 1] == ["parameters_grad"] else way - 1])
+    kinds = ("forward", "backward", "parameters_grad")
+    way = next((at for at, part in enumerate(parts) if part in kinds), len(parts))
+    return ".".join(parts[1 : way - 1])
