@@ -10,7 +10,7 @@ INPUTS := pyproject.toml constraints.txt
 export OMP_NUM_THREADS := 1
 WORKERS ?= 2
 
-.PHONY: help demo test lint acceptance bench bench-peers clean
+.PHONY: help demo test lint acceptance bench bench-peers docs clean
 
 help:
 	@echo "make demo         install the package and diagnose a planted incident"
@@ -18,6 +18,7 @@ help:
 	@echo "make lint         ruff, mypy, import contracts"
 	@echo "make acceptance   tests on SmolLM2-135M (downloads its weights once; minutes)"
 	@echo "make bench        verdicts on planted incidents, audit recall, speed and memory"
+	@echo "make docs         writes docs/rules.md from the rules' own text"
 	@echo "make bench-peers  other tools on the same incidents (installs them; about ten minutes)"
 
 demo: $(VENV)/.demo
@@ -38,6 +39,9 @@ acceptance: $(VENV)/.acceptance
 
 bench: $(VENV)/.acceptance
 	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python -m benchmarks.$$(basename $$script .py); done
+
+docs: $(VENV)/.dev
+	PYTHONUTF8=1 $(BIN)/probe rules --format markdown > docs/rules.md
 
 # Apart from `bench`, and in a set-up of its own: what the other tools bring along must not reach the tests.
 bench-peers: $(PEERS)/.peers

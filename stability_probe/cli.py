@@ -40,6 +40,11 @@ class Format(str, Enum):
     json = "json"
 
 
+class PageFormat(str, Enum):
+    terminal = "terminal"
+    markdown = "markdown"
+
+
 class FailOn(str, Enum):
     found = "found"
 
@@ -334,12 +339,21 @@ def report(
 
 @app.command()
 @guarded
-def rules(debug: Debug = False) -> None:
+def rules(
+    format: Annotated[
+        PageFormat, typer.Option("--format", help="The list, or as Markdown the list and every page.")
+    ] = PageFormat.terminal,
+    debug: Debug = False,
+) -> None:
     """List every cause that a replay can name."""
     from stability_probe.judge import load_rules
     from stability_probe.reports.catalogue import render_list
+    from stability_probe.reports.catalogue_markdown import render_catalogue
 
-    _print(render_list(load_rules(), **layout()))
+    if format is PageFormat.markdown:
+        _print(render_catalogue(load_rules()))
+    else:
+        _print(render_list(load_rules(), **layout()))
 
 
 @app.command()

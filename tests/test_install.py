@@ -48,7 +48,7 @@ def test_every_requirement_is_pinned_once_within_its_range(python: str) -> None:
 
 def test_make_names_its_targets() -> None:
     printed = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for target in ("demo", "test", "lint", "acceptance", "bench", "bench-peers"):
+    for target in ("demo", "test", "lint", "acceptance", "bench", "bench-peers", "docs"):
         assert f"make {target} " in printed
 
 

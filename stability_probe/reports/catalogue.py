@@ -30,6 +30,14 @@ SECTIONS = {
     10: "Outside the checkpoint and the batch",
 }
 
+# The texts of a page that stand under a heading: the heading, and the field of `Page`.
+PARTS = (
+    ("Why it spikes the loss", "mechanism"),
+    ("What the replay shows", "signature"),
+    ("False alarms, and what separates them", "false_alarms"),
+    ("What proves it", "proof"),
+)
+
 # Verdicts that no rule makes: they are what is left when no cause explains the excess, or there is none.
 ANSWERS = {
     "none": Page(
@@ -94,13 +102,8 @@ def _page(slug: str, page: Page, thresholds: dict[str, Threshold]) -> Iterator[R
     yield Text.assemble((page.title, "bold"), "  ", (slug, "cyan"))
     yield Text()
     yield Markdown(page.claim)
-    parts = (
-        ("Why it spikes the loss", page.mechanism),
-        ("What the replay shows", page.signature),
-        ("False alarms, and what separates them", page.false_alarms),
-        ("What proves it", page.proof),
-    )
-    for heading, text in parts:
+    for heading, field in PARTS:
+        text = getattr(page, field)
         if text:
             yield from _section(heading, Markdown(text))
     if thresholds:
