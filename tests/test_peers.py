@@ -28,7 +28,7 @@ from tests.planted import Expected, batch, check, diagnose
 
 @pytest.mark.parametrize("with_baseline", [True, False])
 def test_queries_and_keys_of_one_layer_times_30(with_baseline, tmp_path):
-    """A comparison of fp32 with bf16, module by module, sees nothing here: both are equally wrong."""
+    """A comparison of fp32 with bf16, module by module, sees little here: both are wrong alike."""
     layer = 2
     names = [f"model.layers.{layer}.self_attn.{part}_proj.weight" for part in ("q", "k")]
     made = planted(tiny("llama"), tmp_path, lambda s: plant.times(plant.times(s, names[0], 30), names[1], 30))
@@ -122,6 +122,8 @@ def test_the_table_counts_faults_places_and_alarms():
 
 def test_no_cause_is_asked_for_where_there_is_none_to_name():
     assert all("unexplained" not in incident.truth.causes for incident in peers.chosen(1, 0))
+    infinite = peers.chosen(0.1, 0, ["nonfinite-weights"])
+    assert {incident.truth.causes[0] for incident in infinite} == {"nonfinite-weights"} and len(infinite) > 2
     assert len(peers.chosen(0.1, 0)) < 0.12 * len(peers.chosen(1, 0))
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers                       # a tenth (about ten minutes on one core)
     python -m benchmarks.peers --share 1             # all of them
+    python -m benchmarks.peers --causes nonfinite-weights,fp16-overflow   # every incident of these, no controls
     python -m benchmarks.peers --tools ours,torchlens_bisect --told
 
 Needs the extra `peers`; a tool that is not installed is a row that says so. Each tool runs in a process of its own,
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,11 @@ TOOLS = ("ours", "published_script", "overflow_debugger", "torchlens_bisect", "m
 SHARE = 0.1
 
 
-def chosen(share: float, seed: int) -> list[Incident]:
+def chosen(share: float, seed: int, causes: Collection[str] = ()) -> list[Incident]:
+    """A share drawn by seed, or every incident of the causes where some are given."""
     incidents = list(INCIDENTS) if share >= 1 else drawn(share, seed)
+    if causes:
+        incidents = [incident for incident in INCIDENTS if incident.truth.causes[0] in causes]
     return [incident for incident in incidents if "unexplained" not in incident.truth.causes]
 
 
@@ -77,7 +81,8 @@ def asked(name: str, incidents: Sequence[Incident], options: argparse.Namespace)
         return Told(tool.NAME, missing=f"{tool.NEEDS} is not installed")
     with tempfile.TemporaryDirectory() as folder:
         into = Path(folder) / "said.jsonl"
-        given = ["--share", str(options.share), "--seed", str(options.seed), "--ask", name, "--into", str(into)]
+        given = ["--share", str(options.share), "--seed", str(options.seed), "--causes", options.causes]
+        given += ["--ask", name, "--into", str(into)]
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers", *given]
         quiet = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
         done = subprocess.run(command, capture_output=True, text=True, env=quiet, check=False)
@@ -91,12 +96,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Who names the right cause?")
     parser.add_argument("--share", type=float, default=SHARE, help="of the incidents, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--causes", default="", help="slugs, by comma: all incidents of these in place of the share")
     parser.add_argument("--tools", default=",".join(TOOLS), help="files of benchmarks/peers, by comma")
     parser.add_argument("--told", action="store_true", help="print what each said of each incident")
     parser.add_argument("--ask", choices=TOOLS, help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    incidents = chosen(options.share, options.seed)
+    incidents = chosen(options.share, options.seed, [cause for cause in options.causes.split(",") if cause])
     if options.ask:
         child(options.ask, incidents, options.into)
         return

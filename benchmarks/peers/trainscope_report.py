@@ -48,7 +48,7 @@ def ask(material: Material) -> Saying:
     # Only what rises at the incident or after it is said of the incident.
     fired = [name for name in signals["fired"] if signals["first_steps"][name] >= HISTORY]
     told = " ".join(line for line in render_run_markdown(report).splitlines() if "signal" in line or "Spike" in line)
-    return Saying(told, READ[fired[0]] if fired else frozenset(), alarm=bool(fired))
+    return Saying(told, frozenset().union(*(READ[name] for name in fired)), alarm=bool(fired))
 
 
 def record(material: Material, folder: str) -> None:
