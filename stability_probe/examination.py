@@ -58,8 +58,7 @@ def examine(
     again = repeated(subject, batch, microbatch)
     reduced = {name: replayed(batch, "the batch", name, True) for name in names}
     for other in reduced.values():
-        if other.gradients is not None:  # only the sketches are compared
-            other.gradients.total.clear()
+        other.forget_gradients()  # only the sketches are compared
     healthy = replayed(baseline, "the baseline", "fp32", False) if baseline is not None else None
     with show.stage("Measuring"):
         state, missing = optimizer_state(incident)
@@ -70,8 +69,8 @@ def examine(
             measured = dataclasses.replace(
                 measured, seed_gap=seeded["repeat_gap"], seed_loss_change=seeded["repeat_loss_change"]
             )
-    if healthy is not None and healthy.gradients is not None:
-        healthy.gradients.total.clear()
+    if healthy is not None:
+        healthy.forget_gradients()
     pair = (baseline, healthy) if baseline is not None and healthy is not None else None
     step = step_bench(incident, trace, state)
     bench = Bench(subject, batch, trace, measured, reduced, pair, step, microbatch, gradients_matter(measured))

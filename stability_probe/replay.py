@@ -113,6 +113,7 @@ class Trace:
     recentred_loss_BT: Tensor | None = None
     seconds: float = 0.0
     drew_random_numbers: bool = False
+    _forgotten_norm: float | None = None
 
     @property
     def loss(self) -> float:
@@ -126,13 +127,19 @@ class Trace:
     @property
     def global_grad_norm(self) -> float | None:
         """Norm of the batch's gradient over all parameters, before clipping."""
-        if self.gradients is None:
-            return None
+        if self.gradients is None or self._forgotten_norm is not None:
+            return self._forgotten_norm
         squares = [
             torch.linalg.vector_norm(grad, dtype=torch.float32).double().square().cpu()
             for grad in self.gradients.total.values()
         ]
         return math.sqrt(torch.stack(squares).sum().item()) if squares else 0.0
+
+    def forget_gradients(self) -> None:
+        """Let the batch's gradients go; their norm, the sketches and the rows' norms stay."""
+        if self.gradients is not None:
+            self._forgotten_norm = self.global_grad_norm
+            self.gradients.total.clear()
 
 
 def mean_loss(token_loss: Tensor, has_target: Tensor) -> float:
