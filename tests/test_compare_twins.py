@@ -77,13 +77,14 @@ def test_errors_of_modules_and_gradients(decoder: nn.Module, precision: str, row
 
 
 def test_introduced_error_of_one_linear(decoder: nn.Module) -> None:
-    """Twin: the layer's inputs are kept, and the layer is applied to them in fp32 afterwards."""
+    """Twin: the layer's inputs are kept, and the layer is applied to every fourth of them in fp32 afterwards."""
     layer = decoder.blocks[1].mlp.up_proj  # type: ignore[union-attr,index]
     seen: list[tuple[Tensor, Tensor]] = []
     handle = layer.register_forward_hook(lambda _m, args, out: seen.append((args[0].detach(), out.detach())))
     replay(Subject.of(decoder), small_batch(), "bf16", detail=False)
     handle.remove()
-    gaps = [(out.float() - layer(x.float()), layer(x.float())) for x, out in seen]
+    fp32 = [layer(x.float())[:, ::4] for x, _ in seen]
+    gaps = [(out[:, ::4].float() - exact, exact) for (_, out), exact in zip(seen, fp32, strict=True)]
     error, size = (torch.cat([pair[i].flatten() for pair in gaps]).norm() for i in (0, 1))
     found = compare_precisions(Subject.of(decoder), small_batch(), ["bf16"]).precisions["bf16"]
     m = next(m for m in found.modules if m.module == "blocks.1.mlp.up_proj")
@@ -101,7 +102,8 @@ def test_the_comparison_does_not_disturb_what_it_measures(decoder: nn.Module) ->
 def test_fp32_against_itself_is_exact(decoder: nn.Module) -> None:
     found = compare_precisions(Subject.of(decoder), small_batch(), ["fp32"]).precisions["fp32"]
     assert found.loss_gap == 0 and found.grad_relative_error == 0
-    assert max(m.introduced_error for m in found.modules) == 0
+    # Fewer positions at once may be summed in another order.
+    assert max(m.introduced_error for m in found.modules) < 1e-6
     assert max(m.relative_error for m in found.modules) == 0
 
 

@@ -30,41 +30,47 @@ from stability_probe.taps.sketch import sketch
 
 # Masks are filled with a dtype's minimum, −1e4, −1e9 or −1e30: at and beyond the smallest of them values are looked at.
 SENTINEL = 1e4
+# A prime stride visits every channel; a bias is looked for over 10⁴ elements and more.
+BIAS_STRIDE = 7
 FILLS = (-1e4, -1e9, -1e30, *(torch.finfo(d).min for d in (torch.float32, torch.bfloat16, torch.float16)))
 
 
 @dataclass
 class ErrorSums:
-    """Sums over one module's rows of e = low − reference, on the device."""
+    """Sums over one module's rows of e = low − reference, on the device.
+
+    `count` elements are in the squares, every seventh of them (`sampled`) in the signed sums.
+    """
 
     error_square: Tensor | float = 0.0
     reference_square: Tensor | float = 0.0
     signed: Tensor | float = 0.0
     outward: Tensor | float = 0.0
     count: int = 0
+    sampled: int = 0
 
     @torch.no_grad()
     def add(self, low: Tensor, reference: Tensor) -> None:
         """Count one output; mask fills and values that are not finite are left out."""
         reference = reference.detach()
         error = low.detach().float() - reference
-        counted = error.numel()
-        sizes = torch.stack((torch.linalg.vector_norm(error), torch.linalg.vector_norm(reference)))
-        # A norm under the smallest fill holds no fill, and a finite one no infinity: one pass for most tensors.
-        if not bool((sizes < SENTINEL).all()):
-            left_out = ~(reference.isfinite() & error.isfinite())
-            for fill in FILLS:
-                left_out |= reference == fill
+        counted, sampled = error.numel(), len(range(0, error.numel(), BIAS_STRIDE))
+        sizes = _norms(error, reference)
+        left_out = _left_out(error, reference, sizes)
+        if left_out is not None:
             error = error.masked_fill_(left_out, 0.0)
             reference = reference.masked_fill(left_out, 0.0)
             counted -= int(left_out.sum())
-            sizes = torch.stack((torch.linalg.vector_norm(error), torch.linalg.vector_norm(reference)))
+            sampled -= int(left_out.flatten()[::BIAS_STRIDE].sum())
+            sizes = _norms(error, reference)
         squares = sizes.double().square()
         self.error_square = self.error_square + squares[0]
         self.reference_square = self.reference_square + squares[1]
-        self.signed = self.signed + error.sum().double()
-        self.outward = self.outward + torch.dot(error.flatten(), reference.sign().flatten()).double()
+        errors, signs = error.flatten()[::BIAS_STRIDE], reference.flatten()[::BIAS_STRIDE].sign()
+        self.signed = self.signed + errors.sum().double()
+        self.outward = self.outward + torch.dot(errors, signs).double()
         self.count += counted
+        self.sampled += sampled
 
     @property
     def relative(self) -> float:
@@ -80,8 +86,27 @@ class ErrorSums:
         Rounding to nearest gives a mean near 0; rounding toward zero an outward one of −√3/2 = −0.87.
         """
         rms = math.sqrt(float(self.error_square) / self.count) if self.count else 0.0
-        mean = float(getattr(self, which)) / self.count / rms if rms > 0 else 0.0
-        return mean, mean * math.sqrt(self.count)
+        mean = float(getattr(self, which)) / self.sampled / rms if rms > 0 and self.sampled else 0.0
+        return mean, mean * math.sqrt(self.sampled)
+
+
+def _norms(error: Tensor, reference: Tensor) -> Tensor:
+    return torch.stack((torch.linalg.vector_norm(error), torch.linalg.vector_norm(reference)))
+
+
+def _left_out(error: Tensor, reference: Tensor, sizes: Tensor) -> Tensor | None:
+    """Where there is a mask fill, or a value that is not finite; None where there is nothing of the kind."""
+    # A norm under the smallest fill holds no fill, and a finite one no infinity: most tensors are not looked at again.
+    if bool((sizes < SENTINEL).all()):
+        return None
+    if bool(sizes.isfinite().all()):
+        low = reference[reference <= -SENTINEL]  # massive activations are few, a causal mask is half of a matrix
+        if not any(bool((low == fill).any()) for fill in FILLS):
+            return None
+    left_out = ~(reference.isfinite() & error.isfinite())
+    for fill in FILLS:
+        left_out |= reference == fill
+    return left_out
 
 
 @dataclass
@@ -177,23 +202,33 @@ class RoundingTap:
     @torch.no_grad()
     def _compute_again(self, call: Call, statistics: LowStatistics, output: Tensor, handed_on: bool) -> None:
         made = call
+        looked_at = [row for row in range(self.watcher.rows) if (self.watcher.row + row) % ROW_STRIDE == 0]
+        within = bool(looked_at) and len(self.watcher.stack) > 1  # an enclosing module may need all of the output
+        is_linear = type(call.module) is nn.Linear and output.dim() == 3
+        if is_linear and (not within or output.numel() >= LARGE_OUTPUT):
+            output, call = _fewer_positions(output, call)
         self.watcher.paused = True
         try:
             with ExitStack() as stack:
                 stack.enter_context(fp32_inside(call.module))
                 if not _is_torchs_own(call):
                     stack.enter_context(PureFloat32())
-                output, call = _fewer_positions(output, call)
                 own = float_tensors(_again(call, self._frozen(call, statistics)))
-                whole = float_tensors(_again(call, _remembered)) if call.depth == 1 and self.watcher.stack else []
+                has_whole = looked_at and call.depth == 1 and self.watcher.stack
+                whole = float_tensors(_again(call, _remembered)) if has_whole else []
         finally:
             self.watcher.paused = False
         if not handed_on:
-            _add(statistics.own.setdefault("output", ErrorSums()), output, own)
+            sums = statistics.own.setdefault("output", ErrorSums())
+            if is_linear and call is made:
+                _add(sums, output[:, ::POSITION_STRIDE], [values[:, ::POSITION_STRIDE] for values in own])
+            else:
+                _add(sums, output, own)
         if whole:
             statistics.whole = statistics.whole or ErrorSums()
-            _add(statistics.whole, output, whole)
-        if call.depth == 0 and len(self.watcher.stack) > 1 and own and own[0].shape == output.shape:
+            rows = looked_at if output.shape[0] == self.watcher.rows else slice(None)
+            _add(statistics.whole, output[rows], [values[rows] for values in whole[:1]])
+        if within and call is made and call.depth == 0 and own and own[0].shape == output.shape:
             made.reference = own
 
     def _frozen(self, call: Call, statistics: LowStatistics) -> Replacement:
@@ -221,9 +256,12 @@ class RoundingTap:
 Replacement = Callable[[list[Call], Callable[..., Any]], Callable[..., Any]]
 
 
-# Elements of an output from which on a linear layer is looked at in every fourth position: heads, not hidden layers.
-LARGE_OUTPUT = 2**22
+# A linear layer treats positions alike: every fourth is counted, and no other computed where nothing else needs it.
 POSITION_STRIDE = 4
+# Whether a module amplifies what its inner modules round is looked at in every fourth row, whatever the rows are
+# grouped in: that needs the inner modules at all positions.
+ROW_STRIDE = 4
+LARGE_OUTPUT = 2**22  # elements; only heads have so many, and no module that is computed again needs theirs
 
 
 def _is_torchs_own(call: Call) -> bool:
@@ -232,9 +270,8 @@ def _is_torchs_own(call: Call) -> bool:
 
 
 def _fewer_positions(output: Tensor, call: Call) -> tuple[Tensor, Call]:
-    """A head's call on every fourth position; a linear layer treats positions alike."""
-    is_plain = type(call.module) is nn.Linear and len(call.args) == 1 and not call.kwargs and output.dim() == 3
-    if not is_plain or output.numel() < LARGE_OUTPUT:
+    """A linear layer's call on the positions that are counted."""
+    if len(call.args) != 1 or call.kwargs:
         return output, call
     fewer = (call.args[0][:, ::POSITION_STRIDE],)
     return output[:, ::POSITION_STRIDE], dataclasses.replace(call, args=fewer)

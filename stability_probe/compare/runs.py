@@ -16,6 +16,7 @@ from stability_probe.compare.backward import BlockGradients
 from stability_probe.compare.calls import without_modes
 from stability_probe.compare.reference import Fingerprint, Range, ReferencePass
 from stability_probe.compare.rounding_tap import RoundingTap
+from stability_probe.memory import give_back_free_memory
 from stability_probe.precisions import get_precision
 from stability_probe.precisions.base import Precision
 from stability_probe.precisions.formats import Format
@@ -133,7 +134,15 @@ def run_reference(
             )
             yield
 
-    trace = replay(subject, batch, detail=False, microbatch=microbatch, change_logits=look, extra=taps, advance=advance)
+    trace = replay(
+        subject,
+        batch,
+        detail=False,
+        microbatch=microbatch,
+        change_logits=look,
+        extra=taps,
+        advance=_tidied(advance),
+    )
     norm = trace.global_grad_norm or 0.0
     for total in trace.gradients.total.values() if trace.gradients else ():
         tap.measure_gradient(total)
@@ -182,7 +191,7 @@ def run_low(
         microbatch=microbatch,
         change_logits=look,
         extra=tap.on,
-        advance=advance,
+        advance=_tidied(advance),
     )
     return LowRun(
         precision=precision,
@@ -200,11 +209,21 @@ def sampled_rows(n_rows: int, microbatch: int) -> frozenset[int]:
     """First rows of the forwards whose backward is computed again: one forward in four, evenly spaced.
 
     The fp32 forward and backward of a block costs as much as the replay itself; a quarter of it is what is affordable:
-    the comparison in bf16 takes about 4.2 times one bare fp32 forward and backward with it, on a CPU without bf16
+    the comparison in bf16 takes about 3.6 times one bare fp32 forward and backward with it, on a CPU without bf16
     instructions (benchmarks/compare_precision.py, 4 × 512 tokens of SmolLM2-135M).
     """
     starts = list(range(0, n_rows, microbatch))
     return frozenset(starts[::4])
+
+
+def _tidied(advance: Advance) -> Advance:
+    """`advance`, after the memory of the rows that are done was given back."""
+
+    def done(rows: int) -> None:
+        give_back_free_memory()
+        advance(rows)
+
+    return done
 
 
 def rounded(values: Tensor, fmt: Format) -> Tensor:

@@ -32,6 +32,10 @@ class PureFloat32(TorchDispatchMode):
     what makes it visible: the plain fp32 run has the same rounding and would agree with it.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and guarding against it costs more than the mode itself
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(value in LOW for value in args if isinstance(value, torch.dtype)):
@@ -47,6 +51,10 @@ class AccumulateInFloat32(TorchDispatchMode):
     Operands and result keep their dtype; sums run in fp32 and are rounded once, as tensor cores do. On such
     processors this is also 4 to 10 times as fast as torch's own kernels (benchmarks/compare_precision.py).
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and guarding against it costs more than the mode itself
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in PRODUCTS and is_low(args[0]):
