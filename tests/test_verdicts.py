@@ -117,6 +117,6 @@ def test_the_summary_counts_hits_places_and_false_alarms():
     ]
     rows = {line.split()[0]: line for line in summary(results).splitlines()[1:]}
     assert "50.0% (1/2)" in rows["choose"] and "100.0% (2/2)" in rows["choose"] and "100.0% (1/1)" in rows["choose"]
-    assert "1/2" in rows["held-out"] and "50.0% (2/4)" in rows["both"]
+    assert "1/2" in rows["held-out"] and "50.0% (2/4)" in rows["all"]
     assert "5 x one forward" in summary(results)
     assert "= 1, b 1" in confusion(results).splitlines()[0]
