@@ -88,7 +88,10 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
         row["parameter"]
         for row in records(m.parameters)
         if int(row["layer"]) == layer
-        and any(name in row["parameter"] for name in ("q_proj", "k_proj", "c_attn", "qkv"))
+        and any(
+            name in row["parameter"]
+            for name in ("q_proj", "q_b_proj", "k_proj", "kv_b_proj", "c_attn", "qkv", "query_key_value")
+        )
     ]
     return [
         Suspect(
