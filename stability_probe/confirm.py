@@ -452,8 +452,8 @@ def unexplained_excess(bench: Bench) -> str:
         both = min(m.loss, m.baseline_loss if m.baseline_loss is not None else -math.inf)
         if both - usual > max(2 * ORDINARY, LOG_SIGMAS * spread / math.sqrt(2), chance):
             return (
-                f"The replayed loss, {m.loss:.3f} nats, and the baseline's, {m.baseline_loss:.3f}, both stand above the "
-                f"log's usual {usual:.3f}"
+                f"The replayed loss, {m.loss:.3f} nats, and the baseline's, {m.baseline_loss:.3f}, both stand above "
+                f"the log's usual {usual:.3f}"
             )
     if m.baseline_loss is not None and m.loss - m.baseline_loss > _batch_margin(m):
         return f"The replayed loss, {m.loss:.3f} nats, stands above the baseline batch's {m.baseline_loss:.3f}"

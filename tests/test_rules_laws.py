@@ -51,6 +51,9 @@ def test_permuting_rows_permutes_the_location_only(example: tuple[Rule, Case], o
         tables["row_offset_losses"] = [tables["row_offset_losses"][old] for old in order]
     new = {old: place for place, old in enumerate(order)}
     same = {row: row for row in range(_cases.ROWS)}
+    if "blind" in tables:
+        named = {key: tuple(new[row] for row in tables["blind"].get(key, ())) for key in ("rows", "padded_rows")}
+        tables["blind"] = {**tables["blind"], **named}
     before = {renamed(s, new) for s in judge((rule,), measurements_from(case.tables))[0]}
     after = {renamed(s, same) for s in judge((rule,), measurements_from(tables))[0]}
     assert before == after

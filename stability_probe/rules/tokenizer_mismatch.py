@@ -42,7 +42,8 @@ THRESHOLDS = {
     ),
     "dearer": Threshold(
         1.0, "nats over the baseline batch or the log", "what a healthy row may cost more than another of its run; "
-        "text of another tokenizer cost 1.8 to 4.4 more", "python -m benchmarks.verdicts --split fresh --only tokenizer",
+        "text of another tokenizer cost 1.8 to 4.4 more",
+        "python -m benchmarks.verdicts --split fresh --only tokenizer",
     ),
     "flag_score": Threshold(
         1.0, "audit score", "text that does not survive decoding and encoding was not written by this tokenizer",
@@ -88,7 +89,7 @@ def _by_the_audit(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
         # A lesser finding is a habit of some rows' text; on every row it is one of the file, if the loss says so too.
         rows = flagged_rows(m, RULE.slug, t["high_score"].value)
         usual = m.baseline_loss if is_number(m.baseline_loss) else m.log.usual_loss if m.log is not None else None
-        dearer = is_number(usual) and m.loss >= usual + t["dearer"].value
+        dearer = usual is not None and m.loss >= usual + t["dearer"].value
         if len(rows) < t["most_rows"].value * len(m.rows) or not dearer:
             return []
     reason = rows[0]["reason"].partition(": ")[2].rstrip(".")
@@ -231,7 +232,7 @@ RULE = Rule(
         ),
         Case(
             "near miss: half of the bigrams of every row do not survive, yet the batch costs what it should",
-            {"loss": 3.6, "rows": _cases.rows(dict.fromkeys(range(4), {**_HALF, "loss": 3.6})), "baseline_loss": 3.4},
+            {"loss": 3.6, "rows": _cases.rows({row: {**_HALF, "loss": 3.6} for row in range(4)}), "baseline_loss": 3.4},
             False,
         ),
         Case(
