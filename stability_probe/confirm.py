@@ -74,12 +74,18 @@ class Trial:
 
 @dataclass(frozen=True)
 class Judged:
-    """One suspect after its trials."""
+    """One suspect after its trials.
+
+    Attributes:
+        needed: every repair that was run makes the loss dearer: what it takes away is in use, however odd it looks
+            (Yu et al., The Super Weight in Large Language Models, 2024).
+    """
 
     suspect: Suspect
     explained: float | None
     records: tuple[InterventionRecord, ...]
     untested: str = ""
+    needed: bool = False
 
 
 def confirm(
@@ -191,7 +197,9 @@ def judge_trials(suspect: Suspect, trials: list[Trial], before: Reading, bench: 
     known = [share for share in shares if share is not None]
     explained = max(known) if known else None
     untested = "; ".join(dict.fromkeys(problems)) if not records else ""
-    return Judged(suspect, explained, tuple(records), untested)
+    ran = [trial for trial in trials if trial.suspect is suspect and trial.reading is not None]
+    needed = bool(ran) and all(does_harm(trial, before) for trial in ran)
+    return Judged(suspect, explained, tuple(records), untested, needed)
 
 
 def does_harm(trial: Trial, before: Reading) -> bool:
@@ -337,7 +345,7 @@ def status_of(item: Judged) -> Status | None:
         return "likely"
     if item.untested and item.untested != SETTLED and item.suspect.strength >= TELLING:
         return "likely"
-    return "latent" if item.suspect.latent else None
+    return "latent" if item.suspect.latent and not item.needed else None
 
 
 def rank(judged: list[Judged], order: dict[str, int]) -> list[tuple[Ranked, Suspect]]:

@@ -317,3 +317,14 @@ def test_a_batch_far_above_the_baseline_is_an_excess():
     assert unexplained_excess(bench_of(loss=5.9, rows=near, **known)) == ""
     uneven = [{"row": row, "loss": loss} for row, loss in enumerate((3.0, 5.0, 7.5, 9.5))]
     assert unexplained_excess(bench_of(loss=6.25, rows=uneven, **known)) == ""  # four rows that scatter by nats
+
+
+def test_an_odd_weight_that_the_model_needs_is_no_danger():
+    who = suspect(latent=True)
+
+    def status(after_loss):
+        made = Trial(who, Plan("replace_elements", {}, "replaced"), False, {"loss": after_loss})
+        return status_of(judge_trials(who, [made], {"loss": 3.4}, bench_of()))
+
+    assert status(4.6) is None  # a super weight: without it the model is worse by a nat
+    assert status(3.42) == "latent"  # a flipped bit that this batch does not use
