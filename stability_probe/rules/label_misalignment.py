@@ -228,7 +228,8 @@ def _of_other_text(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
     flagged = flagged_rows(m, RULE.slug, 0.5)
     others = [row["loss"] for row in records(m.rows) if RULE.slug not in row["flags"] and is_number(row["loss"])]
     usual = median(others)
-    rows = [row for row in flagged if row["loss"] >= usual + _least_gain("row_margin", int(row["valid_targets"]), t)]
+    # The labels themselves are the evidence; the loss need only agree, by what a batch's offset must gain.
+    rows = [row for row in flagged if row["loss"] >= usual + _least_gain("margin", int(row["valid_targets"]), t)]
     if not rows or len(rows) >= t["flagged_rows"].value * len(m.rows):
         return None
     worst = max(rows, key=lambda row: row["loss"])
@@ -240,7 +241,7 @@ def _of_other_text(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
         location=Location(rows=tuple(int(row["row"]) for row in rows)),
         evidence=(
             Evidence(f"loss of row {int(worst['row'])}", worst["loss"], "nats", usual, "median of the other rows",
-                     t["row_margin"].value, t["row_margin"].source),
+                     t["margin"].value, t["margin"].source),
             Evidence(f"audit of row {int(worst['row'])}", reason),
         ),
         plans=drop_plan(m, rows),

@@ -82,6 +82,9 @@ PAGE = Page(
 )
 
 
+SWAP = Plan("swap_baseline", {}, "the baseline batch in place of this one")
+
+
 def _by_the_audit(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     rows = flagged_rows(m, RULE.slug, t["flag_score"].value)
     certain = bool(rows)
@@ -99,15 +102,16 @@ def _by_the_audit(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
             summary=f"{plural(len(rows), 'row')} do not survive decoding and encoding ({reason[:99]}).",
             location=Location(rows=tuple(int(row["row"]) for row in rows)),
             evidence=row_evidence(m, rows, t["flag_score"]),
-            plans=_plans(m),
+            # Without a baseline the plan cannot be run, which the report says: likely, not proved.
+            plans=_plans(m) if certain else (SWAP,),
             strength=float(len(rows)),
-            latent=certain or not is_number(m.baseline_loss),
+            latent=certain,
         )
     ]
 
 
 def _plans(m: Measurements) -> tuple[Plan, ...]:
-    return (Plan("swap_baseline", {}, "the baseline batch in place of this one"),) if is_number(m.baseline_loss) else ()
+    return (SWAP,) if is_number(m.baseline_loss) else ()
 
 
 def _right_offset(m: Measurements, limit: float) -> bool:
