@@ -3,6 +3,7 @@
     python -m benchmarks.verdicts                          # all of them (minutes); exit code 1 under the floors
     python -m benchmarks.verdicts --share 0.1 --seed 3     # a tenth, drawn by seed
     python -m benchmarks.verdicts --split held-out --only nanoGPT
+    python -m benchmarks.verdicts --split fresh            # other architectures and texts; SmolLM2 where it is cached
 
 The first run trains the models (about five minutes on one core); they are kept in ~/.cache/stability_probe.
 Before each diagnosis the incident's naive check runs; one that is not what it claims to be counts as a crash.

@@ -50,10 +50,11 @@ class HotHead:
     def is_danger(self, t: dict[str, Threshold]) -> bool:
         """Saturated and far outside its siblings: to be reported even where this batch pays nothing for it.
 
-        A head that is ordinary on the baseline batch was driven there by this batch's tokens: its weights are sound.
+        Where there is a baseline batch, there too: a head whose weights have grown is hot on any text, one that only
+        this batch's tokens drive past tau is sound (SmolLM2-135M: a row of hexadecimal takes a head to 110).
         """
         on_baseline = self.record["baseline_max_logit"]
-        if is_number(on_baseline) and not on_baseline >= t["tau"].value * CALM:
+        if is_number(on_baseline) and not self.record["is_capped"] and not on_baseline > t["tau"].value:
             return False
         is_saturated = self.record["is_capped"] or self.record["entropy"] <= t["saturated"].value
         return is_saturated and self.max_logit >= t["x_high"].value * self.high
@@ -63,9 +64,6 @@ class HotHead:
         return float(self.record["max_logit"])
 
 
-# Of tau. SmolLM2-135M: a row of hexadecimal takes a head to 110 that reaches 30 on text; the hottest healthy head
-# reaches 88 on any text, and one whose weights are x 8 is past tau on all of it.
-CALM = 0.5
 # At three times the cap tanh lets 1 % of the gradient through: the cap hides the growth and stops the learning.
 # Below that, heads near the cap are ordinary (Gemma Team, Gemma 2, 2024, section 2: caps of 50 and 30).
 CAP_SATURATED = 3.0
