@@ -173,6 +173,7 @@ def measure(
         optimizer_missing=optimizer_missing,
         positions=position_facts(subject, batch, trace, eos_id(incident)),
         blind=blind_queries(batch, trace),
+        tokenizer_known=incident.tokenizer is not None,
         mixing=mixing_table(subject.module, subject.anatomy),
         step_progress=progress_of(incident, subject, trace, state, norm),
     )

@@ -89,6 +89,7 @@ class PositionFacts:
         stored: the batch holds position ids, and `taken` the model's forward takes them.
         first: the smallest first position of a row (0 as it should be; the first real token of a padded row).
         breaks: (row, position) where the next id is not one more than the last, at most 200.
+        broken_rows: all rows with such a break, listed or not.
         at_documents: share of the breaks that go back to 0 where a document starts (after a separator): packing.
         rotary_theta: base of the rotary frequencies; None without rotary positions, or with scaled ones.
         losses: (start, end, mean loss in nats, targets) by position: the first position alone, then buckets that
@@ -102,6 +103,7 @@ class PositionFacts:
     at_documents: float = 1.0
     rotary_theta: float | None = None
     losses: tuple[tuple[int, int, float, int], ...] = ()
+    broken_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class BlindQueries:
 
     Attributes:
         padding: by the stored mask: left padding of rows, whose queries have only padding before them.
+        padded_rows: the rows with such padding.
         rows: rows whose mask leaves out every token.
         real: (layer, count) of queries on real tokens with no key, as the attention calls show it.
     """
@@ -117,6 +120,7 @@ class BlindQueries:
     padding: int = 0
     rows: tuple[int, ...] = ()
     real: tuple[tuple[int, int], ...] = ()
+    padded_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ class LogFacts:
 
     Attributes:
         usual_loss, usual_grad_norm: median of the (up to 50) logged steps before `step`.
-        loss_spread: robust standard deviation (1.4826 × MAD) of the same window, nats.
+        loss_spread: robust standard deviation (1.4826 × MAD) around the line that the same window follows, nats.
         logged_loss, logged_grad_norm, logged_lr: at `step` (NaN where the log holds a NaN).
         peak_lr: the largest LR logged up to `step`; warmup_end: the step that reached it first.
         nonfinite_steps: steps with a loss or gradient norm that is not finite.
@@ -199,6 +203,7 @@ class Measurements:
             repeat_loss_change: of the mean loss of the rows replayed twice (at most 8); repeat_rows: those that differ.
         seed_gap, seed_loss_change: the same between two replays with different seeds; None where the forward draws
             no random numbers.
+        tokenizer_known: the audit could decode the rows: what it does not flag survives decoding and encoding.
         positions, blind: see `PositionFacts` and `BlindQueries`.
         step_progress: None without an AdamW state, or where the reference step gains nothing.
         routers: one dict per router of experts: module, layer, experts, top_k, tokens, load_entropy (nats, of the
@@ -251,6 +256,7 @@ class Measurements:
     seed_loss_change: float | None = None
     positions: PositionFacts | None = None
     blind: BlindQueries | None = None
+    tokenizer_known: bool = False
     step_progress: StepProgress | None = None
     routers: tuple[dict[str, Any], ...] = ()
     mixing: tuple[dict[str, Any], ...] = ()

@@ -29,6 +29,7 @@ def position_facts(subject: Subject, batch: Batch, trace: Trace, eos_id: int | N
         taken="position_ids" in subject.takes,
         first=first,
         breaks=tuple(breaks[:LISTED]),
+        broken_rows=tuple(sorted({row for row, _ in breaks})),
         at_documents=at_documents,
         rotary_theta=rotary_theta(subject.module),
         losses=losses_by_position(trace),
@@ -117,12 +118,15 @@ def blind_queries(batch: Batch, trace: Trace) -> BlindQueries:
     """The `blind` of `Measurements`: by the stored mask, and by what the attention calls showed."""
     padding = 0
     rows: tuple[int, ...] = ()
+    padded: tuple[int, ...] = ()
     if batch.mask_BT is not None:
         empty = ~batch.mask_BT.any(1)
         rows = tuple(int(row) for row in empty.nonzero().flatten())
-        padding = int(batch.mask_BT.int().argmax(1)[~empty].sum())
+        before_B = batch.mask_BT.int().argmax(1).masked_fill(empty, 0)
+        padding = int(before_B.sum())
+        padded = tuple(int(row) for row in before_B.nonzero().flatten())
     counted = {layer: blind_count(totals) for layer, totals in sorted(trace.heads.items())}
-    return BlindQueries(padding, rows, tuple((layer, count) for layer, count in counted.items() if count))
+    return BlindQueries(padding, rows, tuple((layer, count) for layer, count in counted.items() if count), padded)
 
 
 def blind_count(totals: Any) -> int:

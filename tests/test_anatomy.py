@@ -91,3 +91,49 @@ def test_a_model_without_blocks_has_no_layers():
     assert anatomy.attention == ()
     assert anatomy.head == "1"
     assert anatomy.layer_of("1") == -1
+
+
+# --- latent attention -----------------------------------------------------------------------------
+
+
+def latent_model():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "deepseek_v2", vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=8, q_lora_rank=None, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+        v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1,
+        moe_intermediate_size=16, first_k_dense_replace=1, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def test_a_head_of_latent_attention_is_clipped_and_its_siblings_are_not():
+    """The rotary key belongs to all heads: the head's logits take the whole factor from what is its own."""
+    from stability_probe.interventions.clip_heads import clipped_heads
+
+    model = latent_model()
+    sites = {site.layer: site for site in dissect(model).attention}
+    ids = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(1))
+
+    def logits(layer):
+        weights = model(ids, output_attentions=True).attentions[layer].double()
+        return weights.clamp_min(1e-300).log()
+
+    with torch.no_grad():
+        shared = model.model.layers[0].self_attn.kv_a_proj_with_mqa.weight.clone()
+        before = logits(0)
+        with clipped_heads(model, sites, {(0, 2): 0.25}):
+            after = logits(0)
+            assert torch.equal(shared, model.model.layers[0].self_attn.kv_a_proj_with_mqa.weight)
+    last, keys = -1, slice(0, 20)
+    # Differences of log weights are differences of logits.
+    was, now = (x[:, :, last, keys] - x[:, :, last, :1] for x in (before, after))
+    assert torch.allclose(now[:, 2], 0.25 * was[:, 2], atol=1e-3)
+    others = [0, 1, 3]
+    assert torch.allclose(now[:, others], was[:, others], atol=1e-4)

@@ -259,3 +259,72 @@ def test_lower_causes_are_not_tried_once_the_loss_is_usual_again():
 
 def test_log_facts_are_optional():
     assert unexplained_excess(bench_of(log=dataclasses.asdict(LogFacts(step=3)))) == ""
+
+
+# --- repairs that do harm, and excesses over two references ---------------------------------------
+
+
+def judged_by(after_loss, measure, after, before_loss=4.7):
+    who = suspect(measures=("loss", "grad_norm", "nonfinite"))
+    reading = {"loss": after_loss, measure: after}
+    made = Trial(who, Plan("rescale_tensor", {}, "rescaled"), False, reading)
+    before = {"loss": before_loss, "grad_norm": 50.0, "nonfinite": 1.0}
+    return judge_trials(who, [made], before, bench_of(loss=before_loss)).explained
+
+
+@pytest.mark.parametrize(("measure", "after"), [("grad_norm", 0.8), ("nonfinite", 0.0)])
+def test_a_repair_that_costs_nats_explains_nothing_else_either(measure, after):
+    """A tensor that is large and in use: taken away, fp16 is finite and the gradient small, and the model is worse."""
+    assert judged_by(5.6, measure, after) == 0.0
+    assert judged_by(4.75, measure, after) == 1.0  # near miss: what a needless clip may cost
+
+
+def test_dropping_rows_may_leave_dearer_ones():
+    who = suspect("repeated-tokens", measures=("loss", "grad_norm"))
+    made = Trial(who, Plan("drop_rows", {"rows": [1]}, "dropped"), True, {"loss": 3.5, "grad_norm": 1.0})
+    assert judge_trials(who, [made], {"loss": 2.9, "grad_norm": 9.0}, bench_of(loss=2.9)).explained == 1.0
+
+
+def test_an_untested_suspicion_does_not_stand_before_a_danger_higher_up():
+    untested = Judged(suspect("attention-logit-growth", latent=True), None, (), "the layout is not known")
+    danger = Judged(suspect("corrupt-weights", latent=True), None, ())
+    assert [entry.cause for entry, _ in rank([untested, danger], ORDER)] == [
+        "corrupt-weights",
+        "attention-logit-growth",
+    ]
+    alone = Judged(suspect("attention-logit-growth"), None, (), "the layout is not known")
+    assert rank([alone, danger], ORDER)[0][0].cause == "attention-logit-growth"
+
+
+def logged(usual, spread):
+    return dataclasses.asdict(LogFacts(step=3, usual_loss=usual, loss_spread=spread))
+
+
+def test_two_batches_above_a_log_that_scatters_are_an_excess():
+    both = bench_of(loss=5.9, baseline_loss=5.8, log=logged(4.1, 0.5))
+    assert "both stand above" in unexplained_excess(both)
+    one = bench_of(loss=5.9, baseline_loss=4.6, log=logged(4.1, 0.5))
+    assert unexplained_excess(one) == ""  # near miss: a hard batch on a checkpoint that is as it was
+    other_text = bench_of(loss=4.9, baseline_loss=4.9, log=logged(4.1, 0.02))
+    assert "above the log's" in unexplained_excess(other_text)
+
+
+def test_a_batch_far_above_the_baseline_is_an_excess():
+    rows = [{"row": row, "loss": 6.5} for row in range(4)]
+    known = {"baseline_loss": 4.7, "baseline_row_losses": (4.5, 4.6, 4.8, 4.9)}
+    assert "baseline batch's" in unexplained_excess(bench_of(loss=6.5, rows=rows, **known))
+    near = [{"row": row, "loss": 5.9} for row in range(4)]
+    assert unexplained_excess(bench_of(loss=5.9, rows=near, **known)) == ""
+    uneven = [{"row": row, "loss": loss} for row, loss in enumerate((3.0, 5.0, 7.5, 9.5))]
+    assert unexplained_excess(bench_of(loss=6.25, rows=uneven, **known)) == ""  # four rows that scatter by nats
+
+
+def test_an_odd_weight_that_the_model_needs_is_no_danger():
+    who = suspect(latent=True)
+
+    def status(after_loss):
+        made = Trial(who, Plan("replace_elements", {}, "replaced"), False, {"loss": after_loss})
+        return status_of(judge_trials(who, [made], {"loss": 3.4}, bench_of()))
+
+    assert status(4.6) is None  # a super weight: without it the model is worse by a nat
+    assert status(3.42) == "latent"  # a flipped bit that this batch does not use

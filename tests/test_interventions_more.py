@@ -311,3 +311,14 @@ def test_lost_progress_comes_back(eps, in_bf16, lr):
 def test_progress_without_an_optimizer_cannot_run():
     with pytest.raises(CannotRun, match="--optimizer"):
         trial("simulated_progress", bench_of(decoder()))
+
+
+@pytest.mark.parametrize(("channel", "held"), [(2, [False, False, True, False]), (None, [True] * 4)])
+def test_a_clamp_holds_one_channel_or_all(channel, held):
+    from stability_probe.interventions.clamp_channel import clamped
+
+    part = torch.nn.Identity()
+    with clamped(part, channel, 1.0):
+        found = part(torch.full((2, 3, 4), 9.0))
+    assert ((found == 1.0).all((0, 1))).tolist() == held
+    assert bool((part(torch.full((1, 4), 9.0)) == 9.0).all())

@@ -51,6 +51,9 @@ def test_permuting_rows_permutes_the_location_only(example: tuple[Rule, Case], o
         tables["row_offset_losses"] = [tables["row_offset_losses"][old] for old in order]
     new = {old: place for place, old in enumerate(order)}
     same = {row: row for row in range(_cases.ROWS)}
+    if "blind" in tables:
+        named = {key: tuple(new[row] for row in tables["blind"].get(key, ())) for key in ("rows", "padded_rows")}
+        tables["blind"] = {**tables["blind"], **named}
     before = {renamed(s, new) for s in judge((rule,), measurements_from(case.tables))[0]}
     after = {renamed(s, same) for s in judge((rule,), measurements_from(tables))[0]}
     assert before == after
@@ -186,3 +189,11 @@ def test_quantiles_bracket_the_median(values: list[float]) -> None:
     assert quantile(values, 0.0) == min(values)
     assert quantile(values, 1.0) == max(values)
     assert quantile(values, 0.25) <= median(values) <= quantile(values, 0.75) or len(values) < 4
+
+
+@pytest.mark.parametrize(("on_baseline", "latent"), [(370.0, True), (62.0, False), (float("nan"), True)])
+def test_a_head_that_only_this_batch_makes_hot_is_no_latent_danger(on_baseline: float, latent: bool) -> None:
+    hot = {"max_logit": 379.0, "entropy": 0.28, "baseline_max_logit": on_baseline}
+    (rule,) = [rule for rule in RULES if rule.slug == "attention-logit-growth"]
+    suspects, _ = judge((rule,), measurements_from({"heads": _cases.heads({(2, 1): hot})}))
+    assert [suspect.latent for suspect in suspects] == [latent]

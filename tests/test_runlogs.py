@@ -140,6 +140,21 @@ def test_a_missing_log_is_refused(tmp_path):
         read_log(tmp_path / "none.jsonl")
 
 
+@pytest.mark.parametrize("slope", [0.0, -0.02, 0.01])
+def test_a_loss_that_falls_steadily_does_not_scatter(slope):
+    """Around its median a descent of a nat in fifty steps would pass for a spread of a quarter."""
+    records = [{"step": s, "loss": 6.0 + slope * s + 0.02 * (s % 3)} for s in range(1, 121)]
+    records[100]["loss"] = 9.0  # one spike moves neither slope nor spread
+    facts = log_facts([to_table([*records, {"step": 121, "loss": 7.0}], 0, Path("l"))], 121)
+    assert facts is not None and facts.loss_spread == pytest.approx(1.4826 * 0.02, rel=0.05)
+
+
+def test_few_logged_steps_are_taken_as_they_are():
+    records = [{"step": s, "loss": loss} for s, loss in enumerate((4.0, 3.0, 2.0, 1.0), 1)]
+    facts = log_facts([to_table(records, 0, Path("l"))], 5)
+    assert facts is not None and facts.loss_spread == pytest.approx(1.4826 * 1.0)
+
+
 def test_facts_before_and_at_the_step():
     records = [
         {"step": s, "loss": 3.0 + 0.01 * (s % 3), "grad_norm": 1.0, "lr": min(s, 20) * 1e-5} for s in range(1, 101)

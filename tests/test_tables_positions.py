@@ -85,6 +85,14 @@ def test_facts_of_a_batch_without_positions():
     assert facts.rotary_theta == 10_000.0
 
 
+def test_every_broken_row_is_known_however_many_breaks_are_listed():
+    model, batch = decoder("llama"), batch_of()
+    still = dataclasses.replace(batch, position_ids_BT=torch.zeros_like(batch.ids_BT))
+    facts = position_facts(Subject.of(model), still, replay(Subject.of(model), still), None)
+    assert facts.broken_rows == tuple(range(len(batch.ids_BT)))
+    assert set(facts.broken_rows) >= {row for row, _ in facts.breaks}
+
+
 def test_blind_queries_are_counted_by_the_mask_and_by_the_calls():
     mask = torch.ones(3, 17, dtype=torch.bool)
     mask[0, :4] = False
@@ -92,7 +100,7 @@ def test_blind_queries_are_counted_by_the_mask_and_by_the_calls():
     batch = dataclasses.replace(batch_of(), mask_BT=mask)
     model = decoder("llama")
     blind = blind_queries(batch, replay(Subject.of(model), batch))
-    assert (blind.padding, blind.rows, blind.real) == (4, (2,), ())
+    assert (blind.padding, blind.rows, blind.real, blind.padded_rows) == (4, (2,), (), (0,))
     q, k = torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4)
     strict = torch.ones(9, 9, dtype=torch.bool).tril(-1)
     assert statistics_from_qk(q, k, mask=strict).blind_BH.tolist() == [[1, 1]]

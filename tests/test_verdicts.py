@@ -11,14 +11,15 @@ from collections import Counter
 import pytest
 
 from benchmarks.verdicts import Result, confusion, diagnose, found, located, share, summary
+from fixtures.fresh_runs import SMOLLM2
 from fixtures.verdict_faults import FAULTS
 from fixtures.verdict_healthy import HEALTHY
 from fixtures.verdict_incident import Incident, Truth
-from fixtures.verdict_incidents import INCIDENTS, drawn
+from fixtures.verdict_incidents import FRESH, INCIDENTS, drawn
 from stability_probe.schema import Location
 
 SEED = 2  # draws one of the known misses
-TENTH = drawn(0.1, SEED)
+TENTH = [*drawn(0.1, SEED), *(i for i in drawn(0.1, SEED, "fresh") if i.model != SMOLLM2)]
 
 
 @functools.cache
@@ -54,16 +55,17 @@ def test_the_catalogue_is_as_large_as_it_says():
 def test_splits_share_no_seed_of_text():
     seeds = {
         split: {i.seed for i in INCIDENTS if i.split == split and not i.model.startswith("hot")}
-        for split in ("choose", "held-out")
+        for split in ("choose", "held-out", "fresh")
     }
     assert not seeds["choose"] & seeds["held-out"]
+    assert not seeds["fresh"] & (seeds["choose"] | seeds["held-out"])
 
 
 def test_every_cause_of_a_fault_is_in_the_catalogue():
     from stability_probe.judge import load_rules
 
     known = {rule.slug for rule in load_rules()} | {"unexplained"}
-    assert {cause for incident in FAULTS for cause in incident.truth.causes} <= known
+    assert {cause for incident in INCIDENTS for cause in incident.truth.causes} <= known | {"none"}
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -72,7 +74,8 @@ def test_the_draw_is_a_share_of_faults_and_of_controls(seed):
     assert chosen == drawn(0.1, seed)
     healthy = sum(incident.truth.healthy for incident in chosen)
     assert healthy == round(0.1 * len(HEALTHY)) and len(chosen) - healthy == round(0.1 * len(FAULTS))
-    assert drawn(1.0, seed) == list(INCIDENTS)
+    assert drawn(1.0, seed) == [*FAULTS, *HEALTHY]
+    assert drawn(1.0, seed, "fresh") == list(FRESH)
 
 
 def test_an_incident_that_is_not_what_it_claims_counts_as_a_crash():
@@ -117,6 +120,6 @@ def test_the_summary_counts_hits_places_and_false_alarms():
     ]
     rows = {line.split()[0]: line for line in summary(results).splitlines()[1:]}
     assert "50.0% (1/2)" in rows["choose"] and "100.0% (2/2)" in rows["choose"] and "100.0% (1/1)" in rows["choose"]
-    assert "1/2" in rows["held-out"] and "50.0% (2/4)" in rows["both"]
+    assert "1/2" in rows["held-out"] and "50.0% (2/4)" in rows["all"]
     assert "5 x one forward" in summary(results)
     assert "= 1, b 1" in confusion(results).splitlines()[0]

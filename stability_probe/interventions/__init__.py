@@ -17,7 +17,7 @@ rescale_tensor (parameter: str, factor: float): the whole tensor × factor.
 replace_rows (parameter: str, rows: list[int]): those rows rescaled to the median row norm; a zero row becomes
     the mean row.
 retie (parameter: str, source: str): the parameter becomes a copy of the source.
-clamp_channel (module: str, channel: int, limit: float): that channel of the module's output clamped to ±limit.
+clamp_channel (module: str, channel: int | None, limit: float): that channel (or all) of its output clamped to ±limit.
 change_precision (precision: str, modules: list[str]): replay in another precision; with modules, only those
     in fp32.
 simulated_step (refresh: list[str], lr_factor: float): the AdamW step with v̂ := max(v̂, g²) in those

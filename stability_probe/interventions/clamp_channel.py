@@ -1,4 +1,4 @@
-"""Clamp one channel of a module's output."""
+"""Clamp one channel of a module's output, or all of them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from stability_probe.interventions.bench import Bench, Reading
 OF_THE_DATA = False
 
 
-def trial(bench: Bench, module: str, channel: int, limit: float) -> Reading:
-    """Replay with that channel of the module's output clamped to ±limit."""
+def trial(bench: Bench, module: str, channel: int | None, limit: float) -> Reading:
+    """Replay with that channel of the module's output (None: every channel) clamped to ±limit."""
     part = bench.subject.module.get_submodule(module)
     return bench.read(functools.partial(clamped, part, channel, limit))
 
 
 @contextmanager
-def clamped(part: nn.Module, channel: int, limit: float) -> Iterator[None]:
-    """Within this context |output[..., channel]| ≤ limit."""
+def clamped(part: nn.Module, channel: int | None, limit: float) -> Iterator[None]:
+    """Within this context |output[..., channel]| ≤ limit; None stands for all channels."""
 
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         tensor = output[0] if isinstance(output, tuple) else output
-        mask = torch.zeros(tensor.shape[-1], dtype=torch.bool, device=tensor.device)
-        mask[channel] = True
+        mask = torch.full(tensor.shape[-1:], channel is None, dtype=torch.bool, device=tensor.device)
+        if channel is not None:
+            mask[channel] = True
         held = torch.where(mask, tensor.clamp(-limit, limit), tensor)
         return (held, *output[1:]) if isinstance(output, tuple) else held
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stability_probe.interventions.bench import Bench, CannotRun, Reading, swapped
-from stability_probe.models.anatomy import Attention, head_rows, with_heads
+from stability_probe.models.anatomy import Attention, HeadRows, head_rows, latent_head_rows, with_heads
 
 OF_THE_DATA = False
 
@@ -36,12 +36,12 @@ def clipped_heads(
     """Within this context the logits of each (layer, head) are multiplied by its factor; `sites` are by layer.
 
     Half of the factor goes to W_q and half to W_k. Where query heads share a key head, all of it goes to
-    W_q: the key rows also belong to healthy siblings.
+    W_q: the key rows also belong to healthy siblings. Under latent attention the rotary key, which all heads share,
+    stays as it is.
     """
     new: dict[str, Tensor] = {}
 
-    def scale(layer: int, head: int, side: str, factor: float) -> None:
-        rows = head_rows(module, sites[layer], head, side)
+    def scale(rows: HeadRows | None, layer: int, factor: float) -> None:
         if rows is None:
             raise CannotRun(f"the layout of the query and key projections of {sites[layer].name} is not known")
         for name in (rows.parameter, rows.bias):
@@ -53,8 +53,13 @@ def clipped_heads(
         for (layer, head), gamma in gammas.items():
             if layer not in sites:
                 raise CannotRun(f"layer {layer} has no known attention module")
-            shared = sites[layer].n_kv_heads != sites[layer].n_heads
+            site = sites[layer]
+            if latent := latent_head_rows(module, site, head):
+                for rows, power in latent:
+                    scale(rows, layer, gamma**power)
+                continue
+            shared = site.n_kv_heads != site.n_heads
             for side, factor in (("q", gamma),) if shared else (("q", gamma**0.5), ("k", gamma**0.5)):
-                scale(layer, head, side, factor)
+                scale(head_rows(module, site, head, side), layer, factor)
     with swapped(module, new):
         yield

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 ATTENTION = re.compile(r"(^|_)(self_?attn|attn|attention|self_attention|mixer)$", re.IGNORECASE)
 MLP = re.compile(r"(^|_)(mlp|ffn|ff|feed_?forward|moe|block_sparse_moe|experts)$", re.IGNORECASE)
 NORM = re.compile(r"norm", re.IGNORECASE)
-QUERY = ("q_proj", "query", "wq", "w_q", "Wq", "W_q", "to_q", "q_lin", "q")
+QUERY = ("q_proj", "q_b_proj", "query", "wq", "w_q", "Wq", "W_q", "to_q", "q_lin", "q")
 KEY = ("k_proj", "key", "wk", "w_k", "Wk", "W_k", "to_k", "k_lin", "k")
 QUERY_NORM = ("q_norm", "q_layernorm", "query_norm", "norm_q", "ln_q", "q_ln")
 KEY_NORM = ("k_norm", "k_layernorm", "key_norm", "norm_k", "ln_k", "k_ln")
 FUSED = ("c_attn", "qkv_proj", "qkv", "query_key_value", "Wqkv", "in_proj", "wqkv", "W_pack")
+# Makes the keys' content parts (and the values) of all heads from one latent vector.
+LATENT_KEY = "kv_b_proj"
 # GPT-NeoX and Bloom interleave q, k and v inside each head; the others stack all q, then all k, then all v.
 INTERLEAVED = ("query_key_value",)
 
@@ -152,6 +154,33 @@ def head_rows(module: nn.Module, site: Attention, head: int, side: str) -> HeadR
         return None
     bias = f"{owner}.bias" if getattr(projection, "bias", None) is not None else None
     return HeadRows(f"{owner}.weight", bias, start, start + width, transposed)
+
+
+def latent_head_rows(module: nn.Module, site: Attention, head: int) -> tuple[tuple[HeadRows, float], ...]:
+    """One head's rows under multi-head latent attention, each with the power of a factor on the head's logits.
+
+    A logit is q_c · k_c + q_r · k_r, where all heads share the rotary key k_r. So the content parts q_c and k_c take
+    the root of the factor each, the head's rotary query q_r all of it, and k_r stays as it is (Kimi K2 report, 2025,
+    section 2.1). Empty where the attention has no latent keys.
+    """
+    part = module.get_submodule(site.name)
+    content, rotary, value = (
+        _integer((part,), (name,)) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    keys = f"{site.name}.{LATENT_KEY}"
+    if not (content and rotary and value and site.query and isinstance(getattr(part, LATENT_KEY, None), nn.Linear)):
+        return ()
+    query, key = head * (content + rotary), head * (content + value)
+    return (
+        (_rows_of(module, site.query, query, query + content), 0.5),
+        (_rows_of(module, site.query, query + content, query + content + rotary), 1.0),
+        (_rows_of(module, keys, key, key + content), 0.5),
+    )
+
+
+def _rows_of(module: nn.Module, owner: str, start: int, stop: int) -> HeadRows:
+    bias = f"{owner}.bias" if getattr(module.get_submodule(owner), "bias", None) is not None else None
+    return HeadRows(f"{owner}.weight", bias, start, stop, transposed=False)
 
 
 def _fused_start(owner: str, side: str, index: int, n_heads: int, n_kv: int, width: int) -> int:

@@ -48,7 +48,14 @@ class HotHead:
         return int(self.record["layer"]), int(self.record["head"])
 
     def is_danger(self, t: dict[str, Threshold]) -> bool:
-        """Saturated and far outside its siblings: to be reported even where this batch pays nothing for it."""
+        """Saturated and far outside its siblings: to be reported even where this batch pays nothing for it.
+
+        Where there is a baseline batch, there too: a head whose weights have grown is hot on any text, one that only
+        this batch's tokens drive past tau is sound (SmolLM2-135M: a row of hexadecimal takes a head to 110).
+        """
+        on_baseline = self.record["baseline_max_logit"]
+        if is_number(on_baseline) and not self.record["is_capped"] and not on_baseline > t["tau"].value:
+            return False
         is_saturated = self.record["is_capped"] or self.record["entropy"] <= t["saturated"].value
         return is_saturated and self.max_logit >= t["x_high"].value * self.high
 

@@ -52,7 +52,7 @@ PAGE = Page(
         "Corrupt weights show in the weights themselves. A row of repeated tokens can trigger a channel: when the "
         "excess goes with the row, the row is the cause."
     ),
-    proof="The channel is clamped to its usual size and the batch is replayed.",
+    proof="The channel, or the module's whole output, is clamped to its usual size and the batch is replayed.",
     remedies=(
         Remedy("Clip the product inside the MLP, or scale it per channel before it is rounded (smooth-SwiGLU)."),
         Remedy("Apply weight decay to the gate and up projections; it slows their alignment."),
@@ -134,6 +134,9 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
             plans=(
                 Plan("clamp_channel", {"module": row["module"], "channel": channel, "limit": limit},
                      f"channel {channel} of {row['module']} clamped to {limit:.3g}"),
+                # One unit inside an MLP drives every channel of its output at once.
+                Plan("clamp_channel", {"module": row["module"], "channel": None, "limit": limit},
+                     f"all channels of {row['module']} clamped to {limit:.3g}"),
             ),
             strength=ratio / used.value,
         )

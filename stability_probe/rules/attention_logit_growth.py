@@ -55,6 +55,9 @@ PAGE = Page(
 )  # fmt: skip
 
 
+_PROJECTIONS = ("q_proj", "q_b_proj", "k_proj", "kv_b_proj", "c_attn", "qkv", "query_key_value")
+
+
 def _plans(hot: list[HotHead], tau: float) -> tuple[Plan, ...]:
     """Clip to tau, as a run would, and to what the siblings do: a head that grew in place needs the second."""
     levels = {"tau": tau, "the siblings' 95th percentile": hot[0].high, "the siblings' median": hot[0].usual}
@@ -87,8 +90,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     weights = [
         row["parameter"]
         for row in records(m.parameters)
-        if int(row["layer"]) == layer
-        and any(name in row["parameter"] for name in ("q_proj", "k_proj", "c_attn", "qkv"))
+        if int(row["layer"]) == layer and any(name in row["parameter"] for name in _PROJECTIONS)
     ]
     return [
         Suspect(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._tables import plural, records
+from stability_probe.rules._tables import is_number, plural, records
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     if not lost and not wide and real < t["blind"].value:
         return []
     rows = m.blind.rows
+    # Which rows the queries are in: of padding only those that are lost with it, where any row can be told from others.
+    named = tuple(sorted({*rows, *(_lost_rows(m) if lost else ())}))
     layers = tuple(layer for layer, _ in m.blind.real)
     parts = [
         plural(len(rows), "row") + " of nothing but masked tokens" if rows else "",
@@ -72,7 +74,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
         Suspect(
             cause=RULE.slug,
             summary=f"Attention queries that see no key: {what}; {outcome}.",
-            location=Location(layer=layers[0] if layers else None, layers=layers, rows=rows),
+            location=Location(layer=layers[0] if layers else None, layers=layers, rows=named),
             evidence=(
                 Evidence("queries of left padding that see only padding", m.blind.padding, "",
                          threshold=t["blind"].value, source=t["blind"].source),
@@ -88,6 +90,13 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     ]  # fmt: skip
 
 
+def _lost_rows(m: Measurements) -> list[int]:
+    """Rows with left padding whose loss is not finite; all rows with left padding where only the gradient is lost."""
+    padded = set(m.blind.padded_rows) if m.blind is not None else set()
+    lost = [int(row["row"]) for row in records(m.rows) if int(row["row"]) in padded and not is_number(row["loss"])]
+    return lost or sorted(padded)
+
+
 _LOST = {"loss": _cases.NAN, "loss_nonfinite": True, "grad_nonfinite": True}
 RULE = Rule(
     slug="fully-masked-rows",
@@ -99,6 +108,15 @@ RULE = Rule(
         Case("left padding, and everything is NaN", {"blind": {"padding": 12}, **_LOST}, True),
         Case("a triangle that leaves out the first query", {"blind": {"real": ((0, 4), (1, 4))}, **_LOST}, True),
         Case("a row with targets whose mask is zero", {"blind": {"rows": (1,)}}, True),
+        Case(
+            "left padding in two rows, one of which is lost",
+            {
+                "blind": {"padding": 12, "padded_rows": (1, 2)},
+                "rows": _cases.rows({1: {"loss": _cases.NAN}}),
+                **_LOST,
+            },
+            True,
+        ),
         Case("near miss: left padding that the kernel copes with", {"blind": {"padding": 12}}, False),
         Case(
             "near miss: a wholly masked row without targets",

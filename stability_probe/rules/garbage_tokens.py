@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._audit import AUDIT_SCORE, content_suspect, drop_plan, flagged_rows
+from stability_probe.rules._audit import AUDIT_SCORE, content_suspect, drop_plan, flagged_rows, slugs_of
 from stability_probe.rules._tables import Record, is_number, median, records
 from stability_probe.schema import Evidence, Location, Remedy
 
@@ -84,6 +84,11 @@ def _unpredictable(m: Measurements, t: dict[str, Threshold]) -> list[Record]:
     return noisy if 2 * len(noisy) < len(table) else []
 
 
+def _may_be_noise(m: Measurements, row: Record) -> bool:
+    """Whether nothing shows the row to be text: what survives decoding and encoding is some, however dear."""
+    return not m.tokenizer_known or bool(slugs_of(row) & {RULE.slug, "tokenizer-mismatch"})
+
+
 def _by_loss(m: Measurements, rows: list[Record], t: dict[str, Threshold]) -> Suspect:
     worst = max(rows, key=lambda row: row["loss"])
     usual = median(row["loss"] for row in records(m.rows))
@@ -112,7 +117,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
         swap = Plan("swap_baseline", {}, "the baseline batch in place of this one")
         # Where every row is garbage nothing is left after dropping them: then only another batch can tell.
         return [suspect if suspect.plans or m.baseline_loss is None else replace(suspect, plans=(swap,))]
-    named = [row for row in _unpredictable(m, t) if not row["flags"]]
+    named = [row for row in _unpredictable(m, t) if not row["flags"] and _may_be_noise(m, row)]
     return [_by_loss(m, named, t)] if named else []
 
 
@@ -133,6 +138,11 @@ RULE = Rule(
         Case("a row that does not survive decoding", {"rows": _cases.rows({1: _garbage(1.0)})}, True),
         Case("a row of noise that only the loss shows", {"rows": _cases.rows({1: {"loss": 7.8, "cosine": 0.0}})}, True),
         Case("near miss: a rare language at 5.7 nats", {"rows": _cases.rows({1: {"loss": 5.7}})}, False),
+        Case(
+            "near miss: a row in a script that the model never saw, which the tokenizer gives back as it was",
+            {"rows": _cases.rows({1: {"loss": 9.1}}), "tokenizer_known": True},
+            False,
+        ),
         Case(
             "near miss: one answer of two tokens, both improbable",
             {"rows": _cases.rows({1: {"loss": 8.3, "valid_targets": 2}})},

@@ -218,6 +218,38 @@ def _some_rows(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
     )  # fmt: skip
 
 
+def _rows_alone(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
+    """Rows that another offset puts right, else rows whose labels belong to none."""
+    return _some_rows(m, t) or _of_other_text(m, t)
+
+
+def _of_other_text(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
+    """Rows whose stored labels agree with their ids at no shift, and which cost far more than the others."""
+    flagged = flagged_rows(m, RULE.slug, 0.5)
+    others = [row["loss"] for row in records(m.rows) if RULE.slug not in row["flags"] and is_number(row["loss"])]
+    usual = median(others)
+    # The labels themselves are the evidence; the loss need only agree, by what a batch's offset must gain.
+    rows = [row for row in flagged if row["loss"] >= usual + _least_gain("margin", int(row["valid_targets"]), t)]
+    if not rows or len(rows) >= t["flagged_rows"].value * len(m.rows):
+        return None
+    worst = max(rows, key=lambda row: row["loss"])
+    reason = worst["reason"].partition(": ")[2].rstrip(".")
+    return Suspect(
+        cause=RULE.slug,
+        summary=f"In {plural(len(rows), 'row')} the stored labels are not the next token ({reason[:140]}): row "
+        f"{int(worst['row'])} costs {worst['loss']:.2f} nats, the median of the others {usual:.2f}.",
+        location=Location(rows=tuple(int(row["row"]) for row in rows)),
+        evidence=(
+            Evidence(f"loss of row {int(worst['row'])}", worst["loss"], "nats", usual, "median of the other rows",
+                     t["margin"].value, t["margin"].source),
+            Evidence(f"audit of row {int(worst['row'])}", reason),
+        ),
+        plans=drop_plan(m, rows),
+        strength=worst["loss"] - usual,
+        measures=("loss", "grad_norm"),
+    )  # fmt: skip
+
+
 def _copying(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
     """The model returns its own input: the loss is almost zero on this batch and on the baseline."""
     low = t["copying_loss"].value
@@ -263,12 +295,16 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     whole = _whole_batch(m, t)
     if whole:
         return [whole]
-    return [suspect for look in (_some_rows, _copying, _by_the_audit) if (suspect := look(m, t))]
+    return [suspect for look in (_rows_alone, _copying, _by_the_audit) if (suspect := look(m, t))]
 
 
 _DOUBLE = {-1: 3.4, 0: 8.9, 1: 9.3, 2: 9.6, 3: 9.8}
 _RIGHT = {-1: 8.1, 0: 3.4, 1: 6.6, 2: 6.9, 3: 7.0}
 
+_ASTRAY = {
+    "flags": ["label-misalignment"], "audit_score": 0.75, "spans": [(0, 128, "labels", "")],
+    "reason": "label-misalignment: labels agree with the ids at no shift from −2 to 3 (best 4%)",
+}  # fmt: skip
 _FLAGGED = {"flags": ["label-misalignment"], "audit_score": 1.0, "spans": [(0, 128, "labels", "")]}
 RULE = Rule(
     slug="label-misalignment",
@@ -335,6 +371,22 @@ RULE = Rule(
         Case(
             "near miss: a row of noise, cheaper with its own input as target",
             {"loss": 4.6, "row_offset_losses": [_RIGHT, {-1: 6.73, 0: 8.41, 1: 8.5, 2: 8.5}, _RIGHT, _RIGHT]},
+            False,
+        ),
+        Case(
+            "one row whose labels belong to another text",
+            {
+                "loss": 4.2, "rows": _cases.rows({2: {**_ASTRAY, "loss": 6.6}}),
+                "row_offset_losses": [_RIGHT, _RIGHT, {-1: 6.5, 0: 6.6, 1: 6.6, 2: 6.7, 3: 6.6}, _RIGHT],
+            },
+            True,
+        ),
+        Case(
+            "near miss: labels of one row agree with its ids at no shift, and cost what the others do",
+            {
+                "rows": _cases.rows({2: {**_ASTRAY, "loss": 3.6}}),
+                "row_offset_losses": [_RIGHT, _RIGHT, {-1: 8.0, 0: 3.6, 1: 6.6, 2: 6.7, 3: 6.6}, _RIGHT],
+            },
             False,
         ),
         Case(

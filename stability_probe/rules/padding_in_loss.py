@@ -53,7 +53,9 @@ PAGE = Page(
 
 
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
-    flagged = flagged_rows(m, RULE.slug, t["score"].value)
+    # A row that its mask leaves out from end to end has no text beside its padding: the mask is wrong, not the labels.
+    masked = set(m.blind.rows) if m.blind is not None else set()
+    flagged = [row for row in flagged_rows(m, RULE.slug, t["score"].value) if int(row["row"]) not in masked]
     spans = [
         (int(row["row"]), int(start), int(end))
         for row in flagged
@@ -108,6 +110,11 @@ RULE = Rule(
             "every row is padded and trained on",
             {"rows": _cases.rows({row: _padded("padding") for row in range(4)})},
             True,
+        ),
+        Case(
+            "near miss: a row that its mask leaves out from end to end",
+            {"rows": _cases.rows({1: _padded("padding")}), "blind": {"rows": (1,)}},
+            False,
         ),
         Case(
             "near miss: the end mark is never a target, padding is ignored",

@@ -87,7 +87,7 @@ def _stored(m: Measurements, facts: PositionFacts, t: dict[str, Threshold]) -> l
             cause=RULE.slug,
             summary=f"The batch's position ids do not count from 0 through each text: {what}.",
             location=Location(
-                rows=tuple(sorted({row for row, _ in facts.breaks})) if broken else (),
+                rows=tuple(sorted({*facts.broken_rows, *(row for row, _ in facts.breaks)})) if broken else (),
                 positions=tuple((row, at, at + 1) for row, at in facts.breaks) if broken else (),
             ),
             evidence=(

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Skip, Suspect, Threshold
-from stability_probe.rules._tables import is_number, log_margin, records
+from stability_probe.rules._tables import is_number, records
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
@@ -29,10 +29,6 @@ THRESHOLDS = {
         0.3, "nats over the usual loss in the log", "saturation is by design in a model that was trained with the cap; "
         "a needless one costs more than this (cap 30 on SmolLM2-135M: 0.8 nats)",
         "SmolLM2-135M, soft-caps 15, 30 and 50 on the output: 6.3, 3.4 and 2.75 against 2.625 nats",
-    ),
-    "sigmas": Threshold(
-        6, "robust standard deviations of the logged loss", "the spike rule of long runs",
-        "OLMo-core: a step is skipped at 6 standard deviations over 128 steps",
     ),
 }  # fmt: skip
 
@@ -99,7 +95,8 @@ def _left_out(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
 def _one_too_many(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     """Logits that saturate at a cap, where the log says that the run did better."""
     usual = m.log.usual_loss if m.log is not None else None
-    if usual is None or not m.loss >= usual + log_margin(m, t["fell"].value, t["sigmas"].value):
+    # However the log scatters: undoing the cap is the test, and where it belongs that gains nothing.
+    if usual is None or not m.loss >= usual + t["fell"].value:
         return []
     hottest = max((row["max_logit"] for row in records(m.heads) if is_number(row["max_logit"])), default=0.0)
     sites = {"output": (m.output_softcap, m.logit_absmax), "attention": (m.attention_softcap, hottest)}
@@ -146,6 +143,16 @@ RULE = Rule(
             "saturated at a cap of 5, and the run did better without it",
             {"output_softcap": 5.0, "logit_absmax": 4.99, "loss": 4.6, "log": {"usual_loss": 3.4, "loss_spread": 0.05}},
             True,
+        ),
+        Case(
+            "a log that scatters: what undoing the cap gains decides",
+            {"output_softcap": 5.0, "logit_absmax": 4.99, "loss": 4.6, "log": {"usual_loss": 3.4, "loss_spread": 0.5}},
+            True,
+        ),
+        Case(
+            "near miss: saturated, and the loss is the usual one",
+            {"output_softcap": 5.0, "logit_absmax": 4.99, "loss": 3.6, "log": {"usual_loss": 3.4, "loss_spread": 0.05}},
+            False,
         ),
         Case("near miss: logits saturate at the cap", {"output_softcap": 30.0, "logit_absmax": 29.99}, False),
         Case("near miss: masked vocabulary entries", {"output_softcap": 30.0, "logit_absmax": 1e9}, False),

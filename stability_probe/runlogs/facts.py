@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 
 from stability_probe.measure import LogFacts
@@ -46,7 +47,7 @@ def log_facts(frames: Sequence[pd.DataFrame], step: int | None) -> LogFacts | No
     return LogFacts(
         step=step,
         usual_loss=_median(window["loss"]),
-        loss_spread=_spread(window["loss"]),
+        loss_spread=_spread(window["step"], window["loss"]),
         usual_grad_norm=_median(window["grad_norm"]),
         logged_loss=_logged(log, at, "loss"),
         logged_grad_norm=_logged(log, at, "grad_norm"),
@@ -140,9 +141,27 @@ def _median(values: pd.Series) -> float | None:
     return None if finite.empty else float(finite.median())
 
 
-def _spread(values: pd.Series) -> float | None:
+def _spread(steps: pd.Series, values: pd.Series) -> float | None:
+    """Robust standard deviation around the line that the values follow.
+
+    A loss that falls steadily is not one that scatters: around its median 2 nats of descent would excuse any spike.
+    """
     finite = _finite(values)
-    return None if len(finite) < 2 else float(MAD_TO_STD * (finite - finite.median()).abs().median())
+    if len(finite) < 2:
+        return None
+    # Fewer points follow any line; one that bends within the window leaves its bend in the spread, which is safe.
+    slope = _slope(steps[finite.index], finite) if len(finite) >= FEWEST else 0.0
+    level = finite - slope * steps[finite.index]
+    return float(MAD_TO_STD * (level - level.median()).abs().median())
+
+
+def _slope(steps: pd.Series, values: pd.Series) -> float:
+    """The median slope over all pairs of points (Theil 1950, Sen 1968): a quarter of them may be spikes."""
+    x, y = steps.to_numpy(float), values.to_numpy(float)
+    first, second = np.triu_indices(len(x), 1)
+    apart = x[second] != x[first]
+    first, second = first[apart], second[apart]
+    return float(np.median((y[second] - y[first]) / (x[second] - x[first]))) if len(first) else 0.0
 
 
 def _finite_max(values: pd.Series) -> float | None:
