@@ -89,6 +89,11 @@ def _may_be_noise(m: Measurements, row: Record) -> bool:
     return not m.tokenizer_known or bool(slugs_of(row) & {RULE.slug, "tokenizer-mismatch"})
 
 
+def _is_predicted(m: Measurements, rows: list[Record]) -> bool:
+    """Whether all rows are flagged and cost no more than the baseline: then the tokenizer is not the model's."""
+    return len(rows) == len(m.rows) and m.baseline_loss is not None and m.loss <= m.baseline_loss
+
+
 def _by_loss(m: Measurements, rows: list[Record], t: dict[str, Threshold]) -> Suspect:
     worst = max(rows, key=lambda row: row["loss"])
     usual = median(row["loss"] for row in records(m.rows))
@@ -111,6 +116,8 @@ def _by_loss(m: Measurements, rows: list[Record], t: dict[str, Threshold]) -> Su
 
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     rows = flagged_rows(m, RULE.slug, t["score"].value)
+    if rows and _is_predicted(m, rows):
+        return []
     if rows:
         latent = any(row["audit_score"] >= t["latent_score"].value for row in rows)
         suspect = content_suspect(m, RULE.slug, rows, "tokens that are not text", t["score"], latent)
@@ -137,6 +144,20 @@ RULE = Rule(
     cases=(
         Case("a row that does not survive decoding", {"rows": _cases.rows({1: _garbage(1.0)})}, True),
         Case("a row of noise that only the loss shows", {"rows": _cases.rows({1: {"loss": 7.8, "cosine": 0.0}})}, True),
+        Case(
+            "near miss: no row survives the tokenizer at hand, and the model predicts them as well as the baseline",
+            {
+                "rows": _cases.rows({row: _garbage(0.7) | {"loss": 2.4} for row in range(4)}),
+                "loss": 2.4,
+                "baseline_loss": 2.5,
+            },
+            False,
+        ),
+        Case(
+            "no row survives the tokenizer, and they cost nats more than the baseline",
+            {"rows": _cases.rows({row: _garbage(0.7) for row in range(4)}), "loss": 7.4, "baseline_loss": 2.5},
+            True,
+        ),
         Case("near miss: a rare language at 5.7 nats", {"rows": _cases.rows({1: {"loss": 5.7}})}, False),
         Case(
             "near miss: a row in a script that the model never saw, which the tokenizer gives back as it was",
