@@ -19,7 +19,7 @@ from fixtures.verdict_incidents import FRESH, INCIDENTS, drawn
 from stability_probe.schema import Location
 
 SEED = 2  # draws one of the known misses
-TENTH = [*drawn(0.1, SEED), *(i for i in drawn(0.1, SEED, "fresh") if i.model != SMOLLM2)]
+TENTH = [*drawn(0.1, SEED), *drawn(0.1, SEED, "fresh")]
 
 
 @functools.cache
@@ -37,9 +37,11 @@ def test_no_crash_and_no_false_alarm(name):
 
 def test_a_tenth_is_named_and_located():
     results = [result(incident.name) for incident in TENTH]
-    missed = [f"{r.incident.name}: {r.named[0]}, {r.told}" for r in results if not r.right]
-    # Of so few one miss is within what the full benchmark allows (97 %).
-    assert len(missed) <= 1, missed
+    missed = [r for r in results if not r.right]
+    told = [f"{r.incident.name}: {r.named[0]}, {r.told}" for r in missed]
+    # Of so few one miss is within what the full benchmark gives on the first two splits, and one in ten on the third.
+    assert sum(r.incident.split == "fresh" for r in missed) <= 1, told
+    assert sum(r.incident.split != "fresh" for r in missed) <= 1, told
     assert share(located(results)) >= 0.9, [r.told for r in results if r.located is False]
 
 
@@ -75,7 +77,7 @@ def test_the_draw_is_a_share_of_faults_and_of_controls(seed):
     healthy = sum(incident.truth.healthy for incident in chosen)
     assert healthy == round(0.1 * len(HEALTHY)) and len(chosen) - healthy == round(0.1 * len(FAULTS))
     assert drawn(1.0, seed) == [*FAULTS, *HEALTHY]
-    assert drawn(1.0, seed, "fresh") == list(FRESH)
+    assert drawn(1.0, seed, "fresh") == [incident for incident in FRESH if incident.model != SMOLLM2]
 
 
 def test_an_incident_that_is_not_what_it_claims_counts_as_a_crash():
