@@ -19,7 +19,7 @@ help:
 	@echo "make acceptance   tests on SmolLM2-135M (downloads its weights once; minutes)"
 	@echo "make bench        verdicts on planted incidents, audit recall, speed and memory"
 	@echo "make docs         writes docs/rules.md from the rules' own text"
-	@echo "make bench-peers  other tools on the same incidents (installs them; about ten minutes)"
+	@echo "make bench-peers  other tools on the same incidents (installs them)"
 
 demo: $(VENV)/.demo
 	$(BIN)/probe demo

@@ -24,7 +24,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fixtures.audit_corpus import BAD, HEALTHY, Corpus, LabelledRows
-from fixtures.audit_text import EOS_ID, PAD_ID
+from fixtures.tiny_text import EOS_ID, PAD_ID
 from stability_probe.audit.result import AuditResult
 from stability_probe.audit.rows import audit_rows
 from stability_probe.audit.shapes import template

@@ -23,7 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from fixtures.audit_corpus import Corpus
-from fixtures.audit_text import EOS_ID, VOCABULARY
+from fixtures.audit_text import VOCABULARY
+from fixtures.tiny_text import EOS_ID
 from stability_probe.audit.rows import audit_rows
 
 LENGTH = 4096

@@ -5,7 +5,7 @@
     python -m benchmarks.verdicts --split held-out --only nanoGPT
     python -m benchmarks.verdicts --split fresh            # other architectures and texts; SmolLM2 where it is cached
 
-The first run trains the models (about five minutes on one core); they are kept in ~/.cache/stability_probe.
+The first run trains the models (minutes); they are kept in ~/.cache/stability_probe.
 Before each diagnosis the incident's naive check runs; one that is not what it claims to be counts as a crash.
 """
 

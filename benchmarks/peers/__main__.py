@@ -1,7 +1,7 @@
 """Who names the right cause? Asks this package and others about the same incidents (fixtures/verdict_incidents.py).
 
-    python -m benchmarks.peers                       # a tenth (about ten minutes on one core)
-    python -m benchmarks.peers --share 1             # all of them
+    python -m benchmarks.peers                       # a tenth (minutes)
+    python -m benchmarks.peers --share 1             # all of its first two splits
     python -m benchmarks.peers --causes nonfinite-weights,fp16-overflow   # every incident of these, no controls
     python -m benchmarks.peers --tools ours,torchlens_bisect --told
 
@@ -35,7 +35,7 @@ from typing import Any
 from benchmarks.peers.material import Material, Saying, named
 from benchmarks.peers.table import Told, by_section, markdown, overview
 from fixtures.verdict_incident import Incident
-from fixtures.verdict_incidents import INCIDENTS, drawn
+from fixtures.verdict_incidents import drawn
 
 TOOLS = ("ours", "published_script", "overflow_debugger", "torchlens_bisect", "msprobe_compare", "trainscope_report")
 SHARE = 0.1
@@ -43,10 +43,9 @@ SHARE = 0.1
 
 def chosen(share: float, seed: int, causes: Collection[str] = ()) -> list[Incident]:
     """A share drawn by seed, or every incident of the causes where some are given."""
-    incidents = list(INCIDENTS) if share >= 1 else drawn(share, seed)
-    if causes:
-        incidents = [incident for incident in INCIDENTS if incident.truth.causes[0] in causes]
-    return [incident for incident in incidents if "unexplained" not in incident.truth.causes]
+    incidents = drawn(1.0 if causes else share, seed)
+    wanted = [incident for incident in incidents if not causes or incident.truth.causes[0] in causes]
+    return [incident for incident in wanted if "unexplained" not in incident.truth.causes]
 
 
 def answer(tool: Any, incident: Incident) -> Saying:

@@ -204,8 +204,8 @@ class RoundingTap:
         made = call
         looked_at = [row for row in range(self.watcher.rows) if (self.watcher.row + row) % ROW_STRIDE == 0]
         within = bool(looked_at) and len(self.watcher.stack) > 1  # an enclosing module may need all of the output
-        is_linear = type(call.module) is nn.Linear and output.dim() == 3
-        if is_linear and (not within or output.numel() >= LARGE_OUTPUT):
+        is_sampled = _treats_positions_alike(call, output)
+        if is_sampled and (not within or output.numel() >= LARGE_OUTPUT):
             output, call = _fewer_positions(output, call)
         self.watcher.paused = True
         try:
@@ -220,7 +220,7 @@ class RoundingTap:
             self.watcher.paused = False
         if not handed_on:
             sums = statistics.own.setdefault("output", ErrorSums())
-            if is_linear and call is made:
+            if is_sampled and call is made:  # computed at all positions, because the enclosing module needs them
                 _add(sums, output[:, ::POSITION_STRIDE], [values[:, ::POSITION_STRIDE] for values in own])
             else:
                 _add(sums, output, own)
@@ -269,10 +269,12 @@ def _is_torchs_own(call: Call) -> bool:
     return call.depth == 0 and type(call.module).__module__.startswith("torch.nn.")
 
 
+def _treats_positions_alike(call: Call, output: Tensor) -> bool:
+    return type(call.module) is nn.Linear and output.dim() == 3 and len(call.args) == 1 and not call.kwargs
+
+
 def _fewer_positions(output: Tensor, call: Call) -> tuple[Tensor, Call]:
     """A linear layer's call on the positions that are counted."""
-    if len(call.args) != 1 or call.kwargs:
-        return output, call
     fewer = (call.args[0][:, ::POSITION_STRIDE],)
     return output[:, ::POSITION_STRIDE], dataclasses.replace(call, args=fewer)
 

@@ -240,7 +240,7 @@ def gradient_fingerprints(trace: Trace) -> dict[str, Fingerprint]:
     for name, total in trace.gradients.total.items():
         square = torch.linalg.vector_norm(total, dtype=torch.float32).double().square()
         found[name] = Fingerprint(trace.gradients.parameter_sketch[name], square)
-    trace.gradients.total.clear()
+    trace.forget_gradients()
     return found
 
 

@@ -152,8 +152,7 @@ def head_rows(module: nn.Module, site: Attention, head: int, side: str) -> HeadR
     transposed = type(projection).__name__ == "Conv1D"
     if start + width > weight.shape[1 if transposed else 0]:
         return None
-    bias = f"{owner}.bias" if getattr(projection, "bias", None) is not None else None
-    return HeadRows(f"{owner}.weight", bias, start, start + width, transposed)
+    return _rows_of(module, owner, start, start + width, transposed)
 
 
 def latent_head_rows(module: nn.Module, site: Attention, head: int) -> tuple[tuple[HeadRows, float], ...]:
@@ -178,9 +177,9 @@ def latent_head_rows(module: nn.Module, site: Attention, head: int) -> tuple[tup
     )
 
 
-def _rows_of(module: nn.Module, owner: str, start: int, stop: int) -> HeadRows:
+def _rows_of(module: nn.Module, owner: str, start: int, stop: int, transposed: bool = False) -> HeadRows:
     bias = f"{owner}.bias" if getattr(module.get_submodule(owner), "bias", None) is not None else None
-    return HeadRows(f"{owner}.weight", bias, start, stop, transposed=False)
+    return HeadRows(f"{owner}.weight", bias, start, stop, transposed)
 
 
 def _fused_start(owner: str, side: str, index: int, n_heads: int, n_kv: int, width: int) -> int:

@@ -25,16 +25,20 @@ def is_low(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in LOW
 
 
-class PureFloat32(TorchDispatchMode):
+class _Uncompiled(TorchDispatchMode):
+    """A mode in a process that compiles nothing: guarding each call against it would cost more than the mode itself."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class PureFloat32(_Uncompiled):
     """Turns every cast to a low-precision dtype into one to fp32, those inside the model's own code as well.
 
     A norm, a rotary table or a softmax that is written in half precision is then computed in fp32, which is
     what makes it visible: the plain fp32 run has the same rounding and would agree with it.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and guarding against it costs more than the mode itself
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -45,16 +49,12 @@ class PureFloat32(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class AccumulateInFloat32(TorchDispatchMode):
+class AccumulateInFloat32(_Uncompiled):
     """Half-precision matrix products on a processor that has no instructions for them.
 
     Operands and result keep their dtype; sums run in fp32 and are rounded once, as tensor cores do. On such
     processors this is also 4 to 10 times as fast as torch's own kernels (benchmarks/compare_precision.py).
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and guarding against it costs more than the mode itself
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in PRODUCTS and is_low(args[0]):

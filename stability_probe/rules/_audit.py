@@ -27,6 +27,7 @@ KINDS = {
     "near copy": ("duplicate-examples",),
     "id": ("token-id-out-of-range",),
 }
+SWAP = Plan("swap_baseline", {}, "the baseline batch in place of this one")
 AUDIT_SCORE = Threshold(
     0.5,
     "audit score",

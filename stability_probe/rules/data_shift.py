@@ -6,8 +6,9 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
-from stability_probe.judge import Case, Page, Plan, Rule, Skip, Suspect, Threshold
+from stability_probe.judge import Case, Page, Rule, Skip, Suspect, Threshold
 from stability_probe.rules import _cases
+from stability_probe.rules._audit import SWAP
 from stability_probe.rules._tables import finite, is_number, log_margin, median, records, reference_loss
 from stability_probe.schema import Evidence, Location, Remedy
 
@@ -128,9 +129,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     if not _well_formed(m, t) or not _ordinary_gradient(m, t):
         return []
     side = "above" if shift > 0 else "below"
-    plans = (
-        (Plan("swap_baseline", {}, "the baseline batch in place of this one"),) if m.baseline_loss is not None else ()
-    )
+    plans = (SWAP,) if m.baseline_loss is not None else ()
     evidence = [
         Evidence("loss of this batch", m.loss, "nats", usual, name, limit, t["shift"].source),
         Evidence("rows on the same side", len(moved), f"of {len(losses)}", threshold=t["most_rows"].value,

@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
+from stability_probe.judge import Case, Page, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._audit import AUDIT_SCORE, content_suspect, drop_plan, flagged_rows, slugs_of
+from stability_probe.rules._audit import AUDIT_SCORE, SWAP, content_suspect, drop_plan, flagged_rows, slugs_of
 from stability_probe.rules._tables import Record, is_number, median, records
 from stability_probe.schema import Evidence, Location, Remedy
 
@@ -121,9 +121,8 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     if rows:
         latent = any(row["audit_score"] >= t["latent_score"].value for row in rows)
         suspect = content_suspect(m, RULE.slug, rows, "tokens that are not text", t["score"], latent)
-        swap = Plan("swap_baseline", {}, "the baseline batch in place of this one")
         # Where every row is garbage nothing is left after dropping them: then only another batch can tell.
-        return [suspect if suspect.plans or m.baseline_loss is None else replace(suspect, plans=(swap,))]
+        return [suspect if suspect.plans or m.baseline_loss is None else replace(suspect, plans=(SWAP,))]
     named = [row for row in _unpredictable(m, t) if not row["flags"] and _may_be_noise(m, row)]
     return [_by_loss(m, named, t)] if named else []
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._audit import drop_plan, flagged_rows
+from stability_probe.rules._audit import AUDIT_SCORE, drop_plan, flagged_rows
 from stability_probe.rules._tables import is_number, median, plural, records, reference_loss
 from stability_probe.schema import Evidence, Location, Remedy
 
@@ -139,7 +139,7 @@ def _believable(m: Measurements, wrong: tuple[int, float, float], rows: set[int]
     entropy = m.unigram_entropy
     if entropy is not None and lowest > entropy + t["over_unigrams"].value:
         return False
-    return best > 0 or bool(rows & {int(row["row"]) for row in flagged_rows(m, RULE.slug, 0.5)})
+    return best > 0 or bool(rows & {int(row["row"]) for row in flagged_rows(m, RULE.slug, AUDIT_SCORE.value)})
 
 
 def _testified(reason: str) -> int | None:
@@ -180,7 +180,9 @@ def _distance(best: int) -> str:
 
 
 def _some_rows(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
-    told = {int(row["row"]) for row in flagged_rows(m, RULE.slug, 0.5)}  # there the labels speak, not the loss alone
+    told = {
+        int(row["row"]) for row in flagged_rows(m, RULE.slug, AUDIT_SCORE.value)
+    }  # there the labels speak, not the loss alone
     margins = {
         int(row["row"]): t["row_margin"].value
         if int(row["row"]) in told
@@ -225,7 +227,7 @@ def _rows_alone(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
 
 def _of_other_text(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
     """Rows whose stored labels agree with their ids at no shift, and which cost far more than the others."""
-    flagged = flagged_rows(m, RULE.slug, 0.5)
+    flagged = flagged_rows(m, RULE.slug, AUDIT_SCORE.value)
     others = [row["loss"] for row in records(m.rows) if RULE.slug not in row["flags"] and is_number(row["loss"])]
     usual = median(others)
     # The labels themselves are the evidence; the loss need only agree, by what a batch's offset must gain.

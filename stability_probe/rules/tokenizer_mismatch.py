@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Skip, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._audit import flagged_rows, row_evidence, slugs_of
+from stability_probe.rules._audit import AUDIT_SCORE, SWAP, flagged_rows, row_evidence, slugs_of
 from stability_probe.rules._tables import finite, is_number, plural, records, reference_loss
 from stability_probe.schema import Evidence, Location, Remedy
 
@@ -36,10 +36,7 @@ THRESHOLDS = {
     "most_rows": Threshold(
         0.9, "of the rows", "a wrong tokenizer spoils every row; fewer are garbage rows", "one file, one tokenizer"
     ),
-    "high_score": Threshold(
-        0.5, "audit score", "a fifth of the bigrams and more change when decoded and encoded again",
-        "stability_probe/audit/result.py (bands: high from one half on)",
-    ),
+    "high_score": AUDIT_SCORE,
     "dearer": Threshold(
         1.0, "nats over the baseline batch or the log", "what a healthy row may cost more than another of its run; "
         "text of another tokenizer cost 1.8 to 4.4 more",
@@ -82,16 +79,13 @@ PAGE = Page(
 )
 
 
-SWAP = Plan("swap_baseline", {}, "the baseline batch in place of this one")
-
-
 def _by_the_audit(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     rows = flagged_rows(m, RULE.slug, t["flag_score"].value)
     certain = bool(rows)
     if not rows:
         # A lesser finding is a habit of some rows' text; on every row it is one of the file, if the loss says so too.
         rows = flagged_rows(m, RULE.slug, t["high_score"].value)
-        usual = m.baseline_loss if is_number(m.baseline_loss) else m.log.usual_loss if m.log is not None else None
+        usual, _ = _reference(m)
         dearer = usual is not None and m.loss >= usual + t["dearer"].value
         if len(rows) < t["most_rows"].value * len(m.rows) or not dearer:
             return []
@@ -110,6 +104,11 @@ def _by_the_audit(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     ]
 
 
+def _reference(m: Measurements) -> tuple[float | None, str]:
+    """What the loss should be, the baseline's first: only the same checkpoint can clear the weights."""
+    return (m.baseline_loss, "baseline batch") if is_number(m.baseline_loss) else reference_loss(m)
+
+
 def _plans(m: Measurements) -> tuple[Plan, ...]:
     return (SWAP,) if is_number(m.baseline_loss) else ()
 
@@ -126,9 +125,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
         return flagged
     if m.tokenizer_known and not any(RULE.slug in slugs_of(row) for row in records(m.rows)):
         return []  # the ids survive decoding and encoding: they are this tokenizer's, and hard text
-    usual, name = reference_loss(m)
-    if is_number(m.baseline_loss):  # only the same checkpoint can clear the weights
-        usual, name = m.baseline_loss, "baseline batch"
+    usual, name = _reference(m)
     if usual is None or m.unigram_entropy is None:
         raise Skip("a healthy batch must show that the checkpoint is fine; give one with --baseline, or --tokenizer")
     uniform = math.log(m.vocab_size)
