@@ -12,7 +12,7 @@ from typing import Any
 from stability_probe import tables
 from stability_probe.audit import audit_rows
 from stability_probe.batches.base import IGNORED, Batch
-from stability_probe.batches.edit import join, select
+from stability_probe.batches.edit import apply, join, select
 from stability_probe.checkpoints.base import OptimizerState
 from stability_probe.checkpoints.optimizer import name_optimizer_state
 from stability_probe.incident import Incident
@@ -72,7 +72,7 @@ def examine(
     if healthy is not None:
         healthy.forget_gradients()
     pair = (baseline, healthy) if baseline is not None and healthy is not None else None
-    step = step_bench(incident, trace, state)
+    step = step_bench(incident, subject, batch, trace, pair, state)
     bench = Bench(subject, batch, trace, measured, reduced, pair, step, microbatch, gradients_matter(measured))
     if step is not None:
         with show.stage("Simulating the optimizer's step"):
@@ -254,12 +254,37 @@ def setting_of(incident: Incident, global_grad_norm: float) -> StepSetting:
     return StepSetting(lr=incident.lr, clip_factor=clip_factor(global_grad_norm, incident.grad_clip))
 
 
-def step_bench(incident: Incident, trace: Trace, state: OptimizerState | None) -> StepBench | None:
+def step_bench(
+    incident: Incident,
+    subject: Subject,
+    batch: Batch,
+    trace: Trace,
+    healthy: tuple[Batch, Trace] | None,
+    state: OptimizerState | None,
+) -> StepBench | None:
+    """The step to simulate, judged on text whose gradient it does not follow, wherever there is some.
+
+    Without a baseline batch, one half of the rows gives the gradient and the other half is looked at: a step lowers
+    the loss of the very rows that it was computed on even where it harms all others.
+    """
     norm = trace.global_grad_norm
     usable = state is not None and state.kind == "adamw" and norm is not None and math.isfinite(norm)
     if not usable or trace.gradients is None or state is None or norm is None:
         return None
-    return StepBench(trace.gradients.total, state, setting_of(incident, norm))
+    if healthy is not None:
+        gradients, setting = trace.gradients.total, setting_of(incident, norm)
+        return StepBench(gradients, state, setting, healthy[0], healthy[1].loss, "baseline batch")
+    rows = trace.has_target_BT.any(1).nonzero().flatten()
+    if len(rows) < 2:
+        return StepBench(trace.gradients.total, state, setting_of(incident, norm), batch, trace.loss, "this batch")
+    step_rows, held_out = rows[::2], rows[1::2]
+    half = replay(subject, apply(batch, lambda x: x[step_rows]), detail=False, microbatch=incident.request.microbatch)
+    before = mean_loss(trace.token_loss_BT[held_out], trace.has_target_BT[held_out])
+    setting = setting_of(incident, half.global_grad_norm or 0.0)
+    gradients = half.gradients.total if half.gradients else {}
+    return StepBench(
+        gradients, state, setting, apply(batch, lambda x: x[held_out]), before, "held-out half of this batch"
+    )
 
 
 # v̂ counts as stale where the gradient is this much larger: then it is refreshed in the simulated step.
@@ -283,7 +308,7 @@ def step_effect(bench: Bench, step: StepBench, grad_clip: float | None) -> StepE
     refreshed = damage(bench, dataclasses.replace(step.setting, refresh=stale)) if stale else None
     lr = step.setting.lr if step.setting.lr is not None else max(group.lr for group in step.state.groups)
     return StepEffect(
-        measured_on="baseline batch" if bench.healthy else "this batch",
+        measured_on=step.measured_on,
         damage=whole,
         damage_by_lr=by_lr,
         damage_refreshed=refreshed,

@@ -40,7 +40,8 @@ class StepEffect:
     All damages are in nats: loss after the step minus loss before it, on `measured_on`.
 
     Attributes:
-        measured_on: "baseline batch", or "this batch" where no baseline was given.
+        measured_on: "baseline batch"; without one "held-out half of this batch", whose gradient the step does not
+            follow; "this batch" where it is a single row.
         damage: with the stored moments, the LR, and the clipping of the run.
         damage_by_lr: {0.5: …, 0.25: …} the same at a multiple of the LR; 0.05 and 0.01 too where 0.25 does not heal.
         damage_refreshed: with v̂ replaced by max(v̂, g²) in the suspicious tensors.
@@ -175,7 +176,8 @@ class Measurements:
         constant (the value, if all elements are equal, else NaN), norm_gain (True for a norm's weight), qk_gain
         ("q", "k" or ""), grad_norm, grad_absmax, grad_nonfinite, gap_bf16 (relative gradient error),
         baseline_grad_norm, update_rms, update_ratio (update rms / weight rms), g2_over_v (sum g² / sum v̂ with g
-        as clipped), eps_share (share of elements with √v̂ < 10 ε); the last four NaN without optimizer state.
+        as clipped), eps_share (share of elements with √v̂ < 10 ε), impossible_share (of elements whose first moment no
+        gradients with that second moment make); the last five NaN without optimizer state.
     `embedding_rows` (token id used by the batch whose row is an outlier, at most 50): parameter, token, norm,
         median_norm, count (uses in the batch), grad_share (share of the table's squared gradient norm), rows
         (batch rows that use it).

@@ -22,6 +22,7 @@ class TensorStep:
     update_ratio: float
     g2_over_v: float
     eps_share: float
+    impossible_share: float
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def adamw_update(
     Args:
         grad: already clipped.
         step: updates done before this one.
-        refresh: use max(v̂, g²) for the second moment: what it would be, had it kept up with the gradient.
+        refresh: use max(v̂, g²) for the second moment, and no less than the first moment asks for (`moment_bound`):
+            what it would be, had it kept up with the gradient.
     """
     beta1, beta2 = group.betas
     t = step + 1
@@ -77,6 +79,8 @@ def adamw_update(
     v_hat = square / (1 - beta2**t)
     if refresh:
         v_hat = torch.maximum(v_hat, grad * grad)
+        if bound := moment_bound(group.betas):
+            v_hat = torch.maximum(v_hat, mean * mean / (bound * (1 - beta2**t)))
     denominator = v_hat.sqrt_().add_(group.eps)
     lr, decay = _in_fp32(lr), _in_fp32(lr * group.weight_decay)
     return mean.div_(1 - beta1**t).div_(denominator).mul_(-lr).sub_(weight, alpha=decay)
@@ -105,8 +109,32 @@ def tensor_steps(
             update_ratio=rms / weight_rms if weight_rms > 0 else math.inf,
             g2_over_v=g2 / mass if mass > 0 else math.inf if g2 > 0 else math.nan,
             eps_share=(v_hat.sqrt() < 10 * group.eps).double().mean().item(),
+            impossible_share=impossible_share(state.exp_avg[name], state.exp_avg_sq[name], group.betas),
         )
     return result
+
+
+# Moments kept in bf16 or in eight bits are off by less, squared.
+ROUNDED = 4.0
+
+
+def moment_bound(betas: tuple[float, float]) -> float | None:
+    """The largest m²/v of any sequence of gradients; None where there is no bound.
+
+    With m = Σ (1 − β₁) β₁ᵏ g_k and v = Σ (1 − β₂) β₂ᵏ g_k², Cauchy and Schwarz give
+    m² ≤ v · (1 − β₁)² / ((1 − β₂) (1 − β₁²/β₂)).
+    """
+    beta1, beta2 = betas
+    return (1 - beta1) ** 2 / ((1 - beta2) * (1 - beta1**2 / beta2)) if beta1**2 < beta2 < 1 else None
+
+
+@torch.no_grad()
+def impossible_share(exp_avg: Tensor, exp_avg_sq: Tensor, betas: tuple[float, float]) -> float:
+    """Share of elements whose first moment no gradients with that second moment make; NaN where there is no bound."""
+    bound = moment_bound(betas)
+    if not bound:
+        return math.nan
+    return (exp_avg.double().square() > ROUNDED * bound * exp_avg_sq.double()).double().mean().item()
 
 
 @contextmanager

@@ -117,7 +117,7 @@ PARAMETER_COLUMNS = (
     "parameter", "kind", "layer", "shape", "numel", "rms", "mean", "std", "absmax", "absmax_index", "median_abs",
     "median", "outlier_count", "outlier_indices", "nonfinite", "first_nonfinite_index", "constant", "norm_gain",
     "qk_gain", "grad_norm", "grad_absmax", "grad_nonfinite", "gap_bf16", "baseline_grad_norm", "update_rms",
-    "update_ratio", "g2_over_v", "eps_share",
+    "update_ratio", "g2_over_v", "eps_share", "impossible_share",
 )  # fmt: skip
 SAMPLE = 65_536
 OUTLIER = 300.0
@@ -157,6 +157,7 @@ def parameter_table(
                 "update_ratio": step.update_ratio if step else math.nan,
                 "g2_over_v": step.g2_over_v if step else math.nan,
                 "eps_share": step.eps_share if step else math.nan,
+                "impossible_share": step.impossible_share if step else math.nan,
             }
         )
     return _frame(records, PARAMETER_COLUMNS)

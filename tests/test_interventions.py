@@ -193,7 +193,7 @@ def step_of(model, trace, v_scale=1.0):
         group_of=dict.fromkeys(names, 0),
         naming="test",
     )
-    return StepBench(trace.gradients.total, state, StepSetting(lr=0.3))
+    return StepBench(trace.gradients.total, state, StepSetting(lr=0.3), batch_of(), trace.loss, "this batch")
 
 
 def test_a_simulated_step_at_a_lower_lr_does_less_damage():

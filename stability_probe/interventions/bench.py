@@ -26,11 +26,18 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True)
 class StepBench:
-    """What a simulated step needs."""
+    """What a simulated step needs, and the text that it must not harm.
+
+    Attributes:
+        batch, loss_before, measured_on: that text, its loss before the step, nats, and what it is called.
+    """
 
     gradients: Mapping[str, Tensor]
     state: OptimizerState
     setting: StepSetting
+    batch: Batch
+    loss_before: float
+    measured_on: str
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ def trial(bench: Bench, refresh: list[str] | None = None, lr_factor: float = 1.0
 
 
 def damage(bench: Bench, setting: StepSetting) -> float:
-    """Loss after the step minus loss before it, nats, on the baseline batch (on this one without a baseline)."""
-    if bench.step is None:
+    """Loss after the step minus loss before it, nats, on the text of `StepBench`."""
+    step = bench.step
+    if step is None:
         raise CannotRun("the optimizer's state is not known; give it with --optimizer")
-    batch, before = bench.healthy or (bench.batch, bench.trace)
-    step = functools.partial(stepped, bench.subject.module, bench.step.gradients, bench.step.state, setting)
-    after = replay(bench.subject, batch, backward=False, detail=False, microbatch=bench.microbatch, extra=step)
-    return after.loss - before.loss
+    taken = functools.partial(stepped, bench.subject.module, step.gradients, step.state, setting)
+    after = replay(bench.subject, step.batch, backward=False, detail=False, microbatch=bench.microbatch, extra=taken)
+    return after.loss - step.loss_before

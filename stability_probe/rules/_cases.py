@@ -47,7 +47,8 @@ def _parameter(name: str, layer: int, shape: tuple[int, ...], **values: Any) -> 
         "median_abs": 0.034, "median": 0.0, "outlier_count": 0, "outlier_indices": [], "nonfinite": 0,
         "first_nonfinite_index": None, "constant": NAN, "norm_gain": False, "qk_gain": "",
         "grad_norm": 0.1, "grad_absmax": 0.01, "grad_nonfinite": 0, "gap_bf16": 0.01, "baseline_grad_norm": NAN,
-        "update_rms": NAN, "update_ratio": NAN, "g2_over_v": NAN, "eps_share": NAN, **values,
+        "update_rms": NAN, "update_ratio": NAN, "g2_over_v": NAN, "eps_share": NAN, "impossible_share": NAN,
+        **values,
     }  # fmt: skip
 
 

@@ -5,11 +5,24 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from stability_probe.judge import Skip
-from stability_probe.rules._tables import Record, quantile, records
+from stability_probe.judge import Skip, Threshold
+from stability_probe.rules._tables import Record, is_number, quantile, records
 
 if TYPE_CHECKING:
     from stability_probe.measure import Measurements
+
+
+IMPOSSIBLE = Threshold(
+    0.5, "of a tensor's elements", "moments of one run have none: m2 <= v x a constant of the betas",
+    "stability_probe/optimizer_step.py, moment_bound (Cauchy and Schwarz)",
+)  # fmt: skip
+NEARLY_ALL = 0.75  # of the tensors: where fewer disagree, those tensors are the matter
+
+
+def moments_are_torn(rows: list[Record]) -> bool:
+    """Whether first and second moments cannot come from the same gradients, in nearly all tensors."""
+    known = [row["impossible_share"] for row in rows if is_number(row["impossible_share"])]
+    return bool(known) and sum(share >= IMPOSSIBLE.value for share in known) >= NEARLY_ALL * len(known)
 
 
 def no_moments(m: Measurements) -> str:

@@ -18,6 +18,14 @@ THRESHOLDS = {
         0.1, "nats per token", "ordinary bf16 rounding of a healthy model costs 0.026 to 0.029",
         "python benchmarks/healthy_ranges.py (mean |loss in bf16 - loss in fp32|)",
     ),
+    "grad_error": Threshold(
+        0.5, "relative, of the whole gradient", "half of the gradient is error: the step no longer follows it",
+        "python benchmarks/compare_precision.py: 0.025 on healthy SmolLM2-135M",
+    ),
+    "some_gap": Threshold(
+        0.05, "nats per token", "beside such a gradient; half as much again as healthy rounding costs, and more",
+        "as token_gap",
+    ),
     "error": Threshold(
         0.04, "relative", "healthy modules stay below 0.017; one rounding alone is 2^-9 = 0.002",
         "python benchmarks/healthy_ranges.py (relative error in bf16 by role)",
@@ -89,7 +97,9 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     if name is None:
         raise Skip("the batch was not replayed in bf16; ask for it with --precisions bf16")
     gap = m.precisions[name]
-    if not is_number(gap.token_gap) or gap.token_gap < t["token_gap"].value:
+    spoilt = gap.grad_relative_error is not None and gap.grad_relative_error >= t["grad_error"].value
+    least = t["some_gap" if spoilt else "token_gap"].value
+    if not is_number(gap.token_gap) or gap.token_gap < least:
         return []
     if is_number(gap.rounding_gap) and times(gap.rounding_gap or 0.0, gap.token_gap) >= t["from_rounding"].value:
         return []
@@ -108,7 +118,15 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
                 Evidence(f"relative error of {row['module']} in {name}", row["gap_bf16"], "", before,
                          "largest error before it", t["error"].value, t["error"].source),
                 Evidence(f"loss gap per token, {name} against fp32", gap.token_gap, "nats",
-                         threshold=t["token_gap"].value, source=t["token_gap"].source),
+                         threshold=least, source=t["token_gap"].source),
+                *(
+                    (
+                        Evidence(f"relative error of the gradient in {name}", gap.grad_relative_error, "",
+                                 threshold=t["grad_error"].value, source=t["grad_error"].source),
+                    )
+                    if gap.grad_relative_error is not None
+                    else ()
+                ),
             ),
             plans=(
                 Plan("change_precision", {"precision": name, "modules": [row["module"]]},
@@ -144,6 +162,22 @@ RULE = Rule(
             True,
         ),
         Case("near miss: ordinary rounding", {"modules": _cases.modules(everywhere={"gap_bf16": 0.016})}, False),
+        Case(
+            "one MLP whose rounding costs the loss little and the gradient all",
+            {
+                "modules": _cases.modules({"model.layers.3.mlp": {"gap_bf16": 0.2}}),
+                "precisions": {"bf16": {**_BAD_GAP, "token_gap": 0.08, "grad_relative_error": 1.1}},
+            },
+            True,
+        ),
+        Case(
+            "near miss: so little for the loss, and an ordinary gradient",
+            {
+                "modules": _cases.modules({"model.layers.3.mlp": {"gap_bf16": 0.2}}),
+                "precisions": {"bf16": {**_BAD_GAP, "token_gap": 0.08, "grad_relative_error": 0.03}},
+            },
+            False,
+        ),
         Case(
             "near miss: a module is off, the loss does not care",
             {"modules": _cases.modules({_NORM: {"gap_bf16": 0.3}})},

@@ -42,6 +42,11 @@ THRESHOLDS = {
         3, "x the reference's gradient norm", "hard text has larger gradients, by less than this",
         "python benchmarks/healthy_ranges.py (gradient norms over five kinds of text)",
     ),
+    "proved_gradient": Threshold(
+        15, "x the reference's gradient norm", "a script never seen in training is mispredicted with confidence: then "
+        "gradients of all positions agree; beyond it the state takes part",
+        "eight rows of Japanese on a tiny model of English: 9.1 (python -m benchmarks.verdicts --only Japanese)",
+    ),
     "embedding": Threshold(
         10, "x median row norm", "a row this large is a fault of the state that only its users see",
         "rule embedding-row-outlier, large",
@@ -88,11 +93,11 @@ def _well_formed(m: Measurements, t: dict[str, Threshold]) -> bool:
     return not (flagged or misplaced or large or m.bad_ids)  # fmt: skip
 
 
-def _ordinary_gradient(m: Measurements, t: dict[str, Threshold]) -> bool:
+def _ordinary_gradient(m: Measurements, limit: float) -> bool:
     usual = m.baseline_grad_norm
     if usual is None and m.log is not None:
         usual = m.log.usual_grad_norm
-    return usual is None or not m.global_grad_norm > t["ordinary_gradient"].value * usual
+    return usual is None or not m.global_grad_norm > limit * usual
 
 
 def _row_margin(m: Measurements, t: dict[str, Threshold]) -> float:
@@ -126,7 +131,9 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     # The log lags behind a falling loss, so an easier batch is one only beside a baseline on the same checkpoint.
     if shift < 0 and name != "baseline batch":
         return []
-    if not _well_formed(m, t) or not _ordinary_gradient(m, t):
+    if not _well_formed(m, t) or not _ordinary_gradient(
+        m, t["proved_gradient" if proved else "ordinary_gradient"].value
+    ):
         return []
     side = "above" if shift > 0 else "below"
     plans = (SWAP,) if m.baseline_loss is not None else ()
@@ -199,6 +206,22 @@ RULE = Rule(
                 "tokenizer_known": True,
             },
             True,
+        ),
+        Case(
+            "such a script under a gradient norm nine times the usual",
+            {
+                "loss": 11.5, "rows": _cases.rows({row: {"loss": 11.5} for row in range(4)}), "baseline_loss": 3.4,
+                "tokenizer_known": True, "global_grad_norm": 9.8, "baseline_grad_norm": 1.07,
+            },
+            True,
+        ),
+        Case(
+            "near miss: forty times: the state takes part",
+            {
+                "loss": 11.5, "rows": _cases.rows({row: {"loss": 11.5} for row in range(4)}), "baseline_loss": 3.4,
+                "tokenizer_known": True, "global_grad_norm": 43.0, "baseline_grad_norm": 1.07,
+            },
+            False,
         ),
         Case(
             "near miss: the batch uses an embedding row that exploded",

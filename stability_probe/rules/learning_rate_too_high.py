@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Skip, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._optimizer import gradient_is_usual, no_moments, usual_lag
+from stability_probe.rules._optimizer import gradient_is_usual, moments_are_torn, no_moments, usual_lag
 from stability_probe.rules._tables import finite, is_number, records
 from stability_probe.schema import Evidence, Location, Remedy
 
@@ -81,6 +81,8 @@ def _single_tensors(m: Measurements, t: dict[str, Threshold]) -> bool:
 
 
 def _whole_state(m: Measurements, t: dict[str, Threshold]) -> bool:
+    if moments_are_torn(records(m.parameters)):
+        return True
     known = sorted(row["g2_over_v"] for row in records(m.parameters) if not math.isnan(row["g2_over_v"]))
     return bool(known) and known[len(known) // 4] >= t["everywhere"].value and gradient_is_usual(m)
 
@@ -173,6 +175,14 @@ RULE = Rule(
             {
                 "parameters": _cases.parameters(everywhere={"g2_over_v": 1e9}),
                 "step_effect": _HOT, "baseline_grad_norm": 1.1,
+            },
+            False,
+        ),
+        Case(
+            "near miss: no gradients make such first and second moments",
+            {
+                "parameters": _cases.parameters(everywhere={"g2_over_v": 1e9, "impossible_share": 0.9}),
+                "step_effect": _HOT,
             },
             False,
         ),

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._optimizer import with_moments
-from stability_probe.rules._tables import median
+from stability_probe.rules._optimizer import IMPOSSIBLE, NEARLY_ALL, moments_are_torn, with_moments
+from stability_probe.rules._tables import Record, median
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
@@ -21,12 +21,13 @@ THRESHOLDS = {
         "python benchmarks/healthy_ranges.py --optimizer docs (medians 0.3 to 1.4)",
     ),
     "tensors": Threshold(
-        0.75, "of the tensors over 10", "a few stale tensors are stale-second-moment", "rule stale-second-moment"
+        NEARLY_ALL, "of the tensors over 10", "a few stale tensors are stale-second-moment", "rule stale-second-moment"
     ),
     "ordinary_gradient": Threshold(
         3, "x the reference's gradient norm", "with an unusual gradient the batch is to blame, not the state",
         "python benchmarks/healthy_ranges.py (gradient norms over five kinds of text)",
     ),
+    "impossible": IMPOSSIBLE,
     "damage": Threshold(
         0.05, "nats", "a step of a healthy run changes the loss of a healthy batch by less",
         "python benchmarks/healthy_ranges.py --optimizer docs (at most 0.0014)",
@@ -44,7 +45,8 @@ PAGE = Page(
     ),
     signature=(
         "The sum of squared gradients over the sum of second moments far above 1 in nearly all tensors, with an "
-        "ordinary gradient; one simulated step raises the loss of a healthy batch by a lot."
+        "ordinary gradient; one simulated step raises the loss of a healthy batch by a lot. Or first moments that no "
+        "gradients with such second moments could have made, which needs no reference."
     ),
     false_alarms=(
         "Where only some tensors lag it is `stale-second-moment`. A batch with huge gradients lags everywhere as "
@@ -64,31 +66,50 @@ PAGE = Page(
 )
 
 
-def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
-    rows = with_moments(m)
-    ratios = [row["g2_over_v"] if math.isfinite(row["g2_over_v"]) else 1e30 for row in rows]
-    lag = median(ratios)
-    high = sum(ratio >= 10 for ratio in ratios)
-    usual = m.baseline_grad_norm
-    if usual is None and m.log is not None:
-        usual = m.log.usual_grad_norm
+def _lag_everywhere(m: Measurements, rows: list[Record], lag: float, t: dict[str, Threshold]) -> bool:
+    usual = _usual_gradient(m)
     unusual = usual is not None and m.global_grad_norm > t["ordinary_gradient"].value * usual
     # Without any reference a flagged batch may be what makes all gradients large.
     unusual = unusual or (usual is None and any(m.rows["flags"]))
+    return lag >= t["ratio"].value and _high(rows) >= t["tensors"].value * len(rows) and not unusual
+
+
+def _usual_gradient(m: Measurements) -> float | None:
+    logged = m.log.usual_grad_norm if m.log is not None else None
+    return m.baseline_grad_norm if m.baseline_grad_norm is not None else logged
+
+
+def _high(rows: list[Record]) -> int:
+    return sum(not row["g2_over_v"] < 10 for row in rows)
+
+
+def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
+    rows = with_moments(m)
+    lag = median(row["g2_over_v"] if math.isfinite(row["g2_over_v"]) else 1e30 for row in rows)
     damage = m.step_effect.damage if m.step_effect is not None else math.nan
-    if lag < t["ratio"].value or high < t["tensors"].value * len(rows) or unusual or not damage >= t["damage"].value:
+    harmful, torn = damage >= t["damage"].value, moments_are_torn(rows)
+    if not (torn or (_lag_everywhere(m, rows, lag, t) and harmful)):
         return []
     names = [row["parameter"] for row in rows]
+    usual = _usual_gradient(m)
     reference = (usual, "ordinary gradient norm") if usual is not None else (None, "")
+    said = (
+        "First moments are larger than any gradients with these second moments make them"
+        if torn
+        else f"Squared gradients are {min(lag, 1e30):.3g} times the second moments in {_high(rows)} of {len(rows)} "
+        "tensors"
+    )
+    impossible = [row["impossible_share"] for row in rows]
     return [
         Suspect(
             cause=RULE.slug,
-            summary=f"Squared gradients are {min(lag, 1e30):.3g} times the second moments in {high} of {len(rows)} "
-            f"tensors; one step moves the loss by {damage:+.2f} nats.",
+            summary=f"{said}; one step moves the loss by {damage:+.2f} nats.",
             location=Location(),
             evidence=(
                 Evidence("sum g2 / sum v, median over tensors", lag, "", 1.0, "a state that follows the gradient",
                          t["ratio"].value, t["ratio"].source),
+                Evidence("elements with an impossible first moment, median over tensors", median(impossible), "", 0.0,
+                         "moments of one run", t["impossible"].value, t["impossible"].source),
                 Evidence("global gradient norm", m.global_grad_norm, "", *reference),
                 Evidence("loss after one step", damage, "nats more", 0.0, "before it", t["damage"].value,
                          t["damage"].source),
@@ -96,9 +117,10 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
             plans=(
                 Plan("simulated_step", {"refresh": names, "lr_factor": 1.0},
                      "second moments of all tensors raised to the squared gradient"),
-            ),
-            strength=math.log10(lag),
+            ) * harmful,
+            strength=max(math.log10(max(lag, 1.0)), 1.0),
             measures=("step_damage",),
+            latent=not harmful,
         )
     ]  # fmt: skip
 
@@ -137,5 +159,24 @@ RULE = Rule(
             False,
         ),
         Case("near miss: the step does no damage", {"parameters": _ALL, "step_effect": {"damage": -0.01}}, False),
+        Case(
+            "first moments that these second moments rule out, before the step has done harm",
+            {
+                "parameters": _cases.parameters(everywhere={"g2_over_v": 1.1, "impossible_share": 0.9}),
+                "step_effect": {"damage": -0.01},
+            },
+            True,
+        ),
+        Case(
+            "near miss: in one layer alone",
+            {
+                "parameters": [
+                    {**row, "g2_over_v": 1.1, "impossible_share": 0.9 if row["layer"] == 2 else 0.0}
+                    for row in _cases.parameters()
+                ],
+                "step_effect": {"damage": 0.2},
+            },
+            False,
+        ),
     ),
 )  # fmt: skip
