@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from stability_probe.batches.base import IGNORED, Batch
 from stability_probe.compare.calls import CallWatcher
-from stability_probe.compare.reference import Fingerprint, Range, cosine, relative_error
+from stability_probe.compare.reference import POSITION_STRIDE, Fingerprint, Range, cosine, relative_error
 from stability_probe.compare.rounding_tap import ErrorSums
 from stability_probe.compare.session import compare_precisions
 from stability_probe.compare.updates import survival
@@ -39,12 +39,16 @@ def small_batch(rows: int = 2) -> Batch:
     return Batch(ids, torch.cat([ids[:, 1:], torch.full((rows, 1), IGNORED)], 1))
 
 
+def counted(values: Tensor) -> Tensor:
+    return values[:, ::POSITION_STRIDE] if values.dim() == 3 else values
+
+
 def kept(model: nn.Module, precision: str, rows: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Twin: all module outputs and parameter gradients of one replay, simply kept."""
+    """Twin: module outputs (at the positions that are counted) and parameter gradients of one replay, simply kept."""
     outputs: dict[str, list[Tensor]] = {}
     handles = [
         part.register_forward_hook(
-            lambda _m, _i, out, name=name: outputs.setdefault(name, []).append(out.detach().float())
+            lambda _m, _i, out, name=name: outputs.setdefault(name, []).append(counted(out.detach().float()))
         )
         for name, part in model.named_modules()
         if name

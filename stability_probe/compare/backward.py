@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from stability_probe.compare.calls import Call, CallWatcher, float_tensors, without_modes
+from stability_probe.compare.calls import Call, CallWatcher, float_tensors
 from stability_probe.compare.reference import Fingerprint
 from stability_probe.precisions.base import fp32_inside
 from stability_probe.precisions.casting import PureFloat32
+from stability_probe.taps.modes import without_modes
 from stability_probe.taps.sketch import sketch
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 
 @dataclass
@@ -118,19 +116,6 @@ def _leading(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 MAX_OUTPUTS = 4
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def without_modes(function: Function) -> Function:
-    """Measurements run outside the dispatch modes of a precision: they need none, and each costs time per operation."""
-
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return run  # type: ignore[return-value]
 
 
 def float_tensors(output: Any) -> list[Tensor]:

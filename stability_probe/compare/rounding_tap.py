@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from stability_probe.compare.backward import BlockGradients
-from stability_probe.compare.calls import Call, CallWatcher, absolute_maximum, float_tensors, without_modes
+from stability_probe.compare.calls import Call, CallWatcher, absolute_maximum, float_tensors
 from stability_probe.compare.reference import Fingerprint, Key, add_output
 from stability_probe.precisions.base import fp32_inside
 from stability_probe.precisions.casting import PureFloat32, cast_floats, replaced_forward
 from stability_probe.replay import Subject
+from stability_probe.taps.modes import without_modes
 from stability_probe.taps.sketch import sketch
 
 # Masks are filled with a dtype's minimum, −1e4, −1e9 or −1e30: at and beyond the smallest of them values are looked at.
@@ -220,10 +221,9 @@ class RoundingTap:
             self.watcher.paused = False
         if not handed_on:
             sums = statistics.own.setdefault("output", ErrorSums())
-            if is_sampled and call is made:  # computed at all positions, because the enclosing module needs them
-                _add(sums, output[:, ::POSITION_STRIDE], [values[:, ::POSITION_STRIDE] for values in own])
-            else:
-                _add(sums, output, own)
+            # A linear layer was computed at the counted positions alone, or because the enclosing module needs all.
+            stride = LINEAR_STRIDE if is_sampled else POSITION_STRIDE
+            _add(sums, output, own, stride if call is made else 1)
         if whole:
             statistics.whole = statistics.whole or ErrorSums()
             rows = looked_at if output.shape[0] == self.watcher.rows else slice(None)
@@ -256,8 +256,9 @@ class RoundingTap:
 Replacement = Callable[[list[Call], Callable[..., Any]], Callable[..., Any]]
 
 
-# A linear layer treats positions alike: every fourth is counted, and no other computed where nothing else needs it.
-POSITION_STRIDE = 4
+# Of (rows, positions, channels) every second position is counted. A linear layer treats positions alike: every fourth,
+# and no other is computed where nothing else needs it.
+POSITION_STRIDE, LINEAR_STRIDE = 2, 4
 # Whether a module amplifies what its inner modules round is looked at in every fourth row, whatever the rows are
 # grouped in: that needs the inner modules at all positions.
 ROW_STRIDE = 4
@@ -275,18 +276,22 @@ def _treats_positions_alike(call: Call, output: Tensor) -> bool:
 
 def _fewer_positions(output: Tensor, call: Call) -> tuple[Tensor, Call]:
     """A linear layer's call on the positions that are counted."""
-    fewer = (call.args[0][:, ::POSITION_STRIDE],)
-    return output[:, ::POSITION_STRIDE], dataclasses.replace(call, args=fewer)
+    fewer = (call.args[0][:, ::LINEAR_STRIDE],)
+    return output[:, ::LINEAR_STRIDE], dataclasses.replace(call, args=fewer)
 
 
 def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _add(sums: ErrorSums, low: Tensor, reference: list[Tensor]) -> None:
+def _add(sums: ErrorSums, low: Tensor, reference: list[Tensor], stride: int = POSITION_STRIDE) -> None:
     """Add the first tensor's errors. Further outputs (sines beside cosines) are made by the same code."""
-    if reference and reference[0].shape == low.shape:
-        sums.add(low, reference[0].float())
+    if not reference or reference[0].shape != low.shape:
+        return
+    counted = reference[0]
+    if low.dim() == 3:
+        low, counted = low[:, ::stride], counted[:, ::stride]
+    sums.add(low, counted.float())
 
 
 def _again(call: Call, replacement: Replacement) -> Any:

@@ -13,22 +13,23 @@ from torch import Tensor
 
 from stability_probe.batches.base import Batch
 from stability_probe.compare.backward import BlockGradients
-from stability_probe.compare.calls import without_modes
 from stability_probe.compare.reference import Fingerprint, Range, ReferencePass
 from stability_probe.compare.rounding_tap import RoundingTap
 from stability_probe.memory import give_back_free_memory
 from stability_probe.precisions import get_precision
 from stability_probe.precisions.base import Precision
+from stability_probe.precisions.casting import replaced_forward
 from stability_probe.precisions.formats import Format
 from stability_probe.precisions.rounding import round_to_format
 from stability_probe.probabilities import Head, head_variation, likeliest, spacing_at, total_variation, unresolved
 from stability_probe.replay import Subject, Trace, replay
 from stability_probe.taps.attention import AttentionTap, HeadStatistics
+from stability_probe.taps.modes import without_modes
 
-# Logits are looked at in pieces, so that no second copy of all of them is made, and at every fourth position: on a
+# Logits are looked at in pieces, so that no second copy of all of them is made, and at every eighth position: on a
 # vocabulary of 49 152 a look at each of them costs an eighth of the replay.
 CHUNK = 64
-POSITION_STRIDE = 4
+POSITION_STRIDE = 8
 HIDDEN_FORMATS = ("E4M3", "E2M1", "E5M2")  # formats that recipes keep for the products, never for the logits
 
 Advance = Callable[[int], None]
@@ -49,19 +50,6 @@ class OutputSums:
             self.unresolved = self.unresolved + unresolved(part, fmt).sum()
             self.rounding = self.rounding + total_variation(part, rounded(part, fmt)).double().sum()
             self.positions += part.shape[0]
-
-
-class SampledAttention(AttentionTap):
-    """Attention logits of the sampled rows only: they cost a third of the replay."""
-
-    def __init__(self, record: Callable[[int, HeadStatistics], None], tap: ReferencePass, rows: frozenset[int]) -> None:
-        super().__init__(record)
-        self.tap, self.rows = tap, rows
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.tap.watcher.row not in self.rows:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 @dataclass
@@ -124,14 +112,25 @@ def run_reference(
     def record(layer: int, seen: HeadStatistics) -> None:
         peaks.append(seen.max_logit_BH.max())
 
+    looked_at = sampled_rows(batch.ids_BT.shape[0], microbatch)
+    sites = {site.name: site.layer for site in subject.anatomy.attention}
+
+    def measured(original: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward, with attention logits on the sampled rows: they cost a third of the replay."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if tap.watcher.row not in looked_at:
+                return original(*args, **kwargs)
+            with AttentionTap(record).on(subject.module, sites):
+                return original(*args, **kwargs)
+
+        return run
+
     @contextmanager
     def taps() -> Iterator[None]:
-        attention = SampledAttention(record, tap, sampled_rows(batch.ids_BT.shape[0], microbatch))
         with ExitStack() as stack:
             stack.enter_context(tap.on())
-            stack.enter_context(
-                attention.on(subject.module, {site.name: site.layer for site in subject.anatomy.attention})
-            )
+            stack.enter_context(replaced_forward(subject.module, measured))
             yield
 
     trace = replay(

@@ -96,6 +96,10 @@ def replaced_forward(module: nn.Module, wrap: Callable[[Callable[..., Any]], Cal
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:
     """The floating-point tensors in nested arguments as `dtype`; everything else as it is."""
+    if type(values) is tuple:  # pytrees cost more than the casts, and arguments are tuples of tensors nearly always
+        return tuple(cast_floats(value, dtype) for value in values)
+    if isinstance(values, Tensor):
+        return values.to(dtype) if values.is_floating_point() else values
     return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
 
 

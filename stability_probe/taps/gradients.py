@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from stability_probe.taps.modes import without_modes
 from stability_probe.taps.sketch import sketch
 
 
@@ -47,6 +48,7 @@ class GradientTap:
                 parameter.grad = None
 
     def _hook(self, name: str, index: int) -> Callable[[Tensor], None]:
+        @without_modes
         @torch.no_grad()
         def hook(parameter: Tensor) -> None:
             grad = parameter.grad
