@@ -345,7 +345,7 @@ def status_of(item: Judged) -> Status | None:
         return "likely"
     if item.untested and item.untested != SETTLED and item.suspect.strength >= TELLING:
         return "likely"
-    return "latent" if item.suspect.latent and not item.needed else None
+    return "latent" if item.suspect.latent and (item.suspect.exact or not item.needed) else None
 
 
 def rank(judged: list[Judged], order: dict[str, int]) -> list[tuple[Ranked, Suspect]]:

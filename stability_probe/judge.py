@@ -55,6 +55,7 @@ class Suspect:
         measures: the excesses on which the intervention is judged; the best one counts.
         decisive: the evidence is proof (a stored NaN); no intervention is needed.
         latent: dangerous even where the batch shows no excess.
+        exact: what is stored cannot be right, even where the substitute of the intervention costs more than it.
         last_resort: a statement about the batch rather than a defect: counts only where nothing else explains.
     """
 
@@ -67,6 +68,7 @@ class Suspect:
     measures: tuple[Measure, ...] = ("loss", "grad_norm", "nonfinite")
     decisive: bool = False
     latent: bool = False
+    exact: bool = False
     last_resort: bool = False
     remedies: tuple[Remedy, ...] = ()
 

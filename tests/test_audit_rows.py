@@ -469,3 +469,51 @@ def test_scattered_short_runs_are_worth_a_look_and_a_loop_is_a_finding(
         ids[0, start : start + tokens] = np.resize(np.arange(17) + start, tokens)
     notes = [note for note in audit_rows(ids, vocab_size=50_000).rows[0].notes if note.detector == "D2"]
     assert [note.severity for note in notes] == [severity]
+
+
+def with_line(bpe: Tokenizer, line: str, around: int) -> np.ndarray:
+    import pydoc_data.topics
+
+    text = pydoc_data.topics.topics["class"]
+    return np.array(bpe.encode(f"{text[:around]}\n{line}\n{text[around : 2 * around]}").ids)
+
+
+def test_a_ruled_line_is_no_repetition_fault_unless_it_rules_the_row(bpe: Tokenizer) -> None:
+    """The signs # and z are in no longer token of themselves, so a line of them is spelt."""
+    row = with_line(bpe, 40 * "#", 400)
+    assert not slugs(audit_rows(row[None], tokenizer=bpe).rows[0])
+    assert slugs(audit_rows(row[None]).rows[0]) == {"repeated-tokens"}  # without the tokenizer nobody can tell
+    assert slugs(audit_rows(with_line(bpe, 40 * "z", 400)[None], tokenizer=bpe).rows[0]) == {"repeated-tokens"}
+    assert slugs(audit_rows(with_line(bpe, 40 * "#", 40)[None], tokenizer=bpe).rows[0]) == {"repeated-tokens"}
+    assert slugs(audit_rows(with_line(bpe, 90 * "#", 900)[None], tokenizer=bpe).rows[0]) == {"repeated-tokens"}
+
+
+def test_a_near_copy_of_a_short_row() -> None:
+    rows = ordinary(6, 96)
+    rows[4] = rows[1]
+    rows[4, [10, 50, 90]] = [77, 78, 79]
+    assert [row.row for row in audit_rows(rows).rows if "duplicate-examples" in slugs(row)] == [4]
+    rows[4, 5::6] = 80  # every sixth token another: no longer a copy
+    assert not any(slugs(row) for row in audit_rows(rows).rows)
+
+
+def test_labelled_ends_of_text_at_the_end_of_a_row_are_padding_that_is_learned() -> None:
+    ids = ordinary(4, 96)
+    ids[2, 50:] = EOS
+    found = audit_rows(ids, labels_BT=ids, labels="unshifted", eos_id=EOS).rows
+    assert [row.row for row in found if slugs(row)] == [2]
+    assert slugs(found[2]) == {"padding-in-loss"}
+    ignored = (
+        np.where(np.arange(96) >= 51, -100, ids) * (np.arange(4) == 2)[:, None] + ids * (np.arange(4) != 2)[:, None]
+    )
+    assert not any(slugs(row) for row in audit_rows(ids, labels_BT=ignored, labels="unshifted", eos_id=EOS).rows)
+    ids[2] = EOS
+    assert slugs(audit_rows(ids, labels_BT=ids, labels="unshifted", eos_id=EOS).rows[2]) == {"repeated-tokens"}
+
+
+def test_a_short_row_of_nothing_but_hexadecimal(bpe: Tokenizer) -> None:
+    blob = np.random.default_rng(0).bytes(600).hex()
+    for length, severity in ((96, "high"), (200, "critical")):
+        ids = np.array(bpe.encode(blob).ids[:length])[None]
+        notes = {note.detector: note.severity for note in audit_rows(ids, tokenizer=bpe).rows[0].notes}
+        assert notes["D16"] == severity

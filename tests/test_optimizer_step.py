@@ -4,10 +4,20 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from stability_probe.checkpoints.base import OptimizerGroup, OptimizerState
-from stability_probe.optimizer_step import StepSetting, adamw_update, clip_factor, stepped, tensor_steps
+from stability_probe.optimizer_step import (
+    StepSetting,
+    adamw_update,
+    clip_factor,
+    impossible_share,
+    moment_bound,
+    stepped,
+    tensor_steps,
+)
 
 GROUP = OptimizerGroup(lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
@@ -111,3 +121,46 @@ def test_share_of_elements_at_the_floor_of_epsilon():
     state.exp_avg_sq["bias"].fill_(1e-20)
     assert tensor_steps(layer, gradients, state, StepSetting())["bias"].eps_share == 1.0
     assert tensor_steps(layer, gradients, state, StepSetting())["weight"].eps_share == 0.0
+
+
+def moments(gradients, betas):
+    """Twin: Adam's recursion, uncorrected, in double precision."""
+    m = v = 0.0
+    for g in gradients:
+        m, v = betas[0] * m + (1 - betas[0]) * g, betas[1] * v + (1 - betas[1]) * g * g
+    return torch.tensor([m], dtype=torch.float64), torch.tensor([v], dtype=torch.float64)
+
+
+@given(
+    st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60),
+    st.sampled_from([(0.9, 0.95), (0.9, 0.999), (0.0, 0.9), (0.95, 0.95)]),
+)
+def test_no_gradients_make_impossible_moments(gradients, betas):
+    assert impossible_share(*moments(gradients, betas), betas) == 0.0
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999)])
+def test_the_bound_on_moments_is_reached(betas):
+    """Cauchy and Schwarz hold with equality where gradients grow by β₂/β₁ a step."""
+    m, v = moments([(betas[1] / betas[0]) ** k for k in range(400)], betas)
+    assert (m.square() / v).item() == pytest.approx(moment_bound(betas), rel=1e-3)
+
+
+def test_moments_of_two_runs_are_told_and_refreshed_ones_step_as_far_as_they_may():
+    layer, optimizer, gradients = trained()
+    state = state_of(layer, optimizer)
+    whole = {name: step.impossible_share for name, step in tensor_steps(layer, gradients, state, StepSetting()).items()}
+    assert whole == dict.fromkeys(whole, 0.0)
+    for values in state.exp_avg_sq.values():
+        values.mul_(1e-7)
+    torn = tensor_steps(layer, gradients, state, StepSetting())
+    refreshed = tensor_steps(layer, gradients, state, StepSetting(refresh=frozenset(gradients)))
+    most = GROUP.lr * math.sqrt(moment_bound(GROUP.betas)) / (1 - GROUP.betas[0] ** 6) + 1e-3
+    for name in gradients:
+        assert torn[name].impossible_share > 0.5
+        assert torn[name].update_rms > 2 * refreshed[name].update_rms
+        assert refreshed[name].update_rms < most
+
+
+def test_without_a_bound_nothing_is_impossible():
+    assert math.isnan(impossible_share(torch.ones(2), torch.zeros(2), (0.99, 0.95)))

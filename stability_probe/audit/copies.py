@@ -15,11 +15,14 @@ from stability_probe.audit.prepare import Content
 SHARED = 0.5  # near copy: half of the smaller row's sampled 8-grams occur in the other
 # … and a third of its 32-grams too: macros and forms stamped from one pattern share short n-grams, copies long ones.
 LONG_GRAM, LONG_SHARED = 32, 0.33
+# … or the rows agree in place: a few tokens in a hundred changed break most 32-grams.
+IN_PLACE = 0.8
 FEWEST = 8  # sampled 8-grams; below, the share is too coarse to mean anything
 VARIED = 0.5  # a row whose own 8-grams mostly repeat (a boolean matrix) shares them with every row of its kind
 MIXER = np.uint64(0xD6E8FEB86659FD93)  # odd, from a published 64-bit mixing function
 SAMPLED = np.uint64(2**60)  # the top four bits are zero: one in sixteen
 LONG_ROW, SAMPLED_LONG = 2000, np.uint64(2**58)  # one in 64 of a long row is still 31 or more
+SHORT_ROW, SAMPLED_SHORT = 256, np.uint64(2**62)  # one in 16 of a row of 96 tokens would be five
 LEAST_ENTROPY_BITS = 2.5  # at 1.5 bits, a boolean matrix, there are only a few thousand likely 8-grams
 SHORTEST = 16  # tokens; short rows coincide by chance and by design ("yes", "no")
 SHORTEST_SMALL = 64  # the same where a token is about a character
@@ -40,11 +43,12 @@ class Prints:
 
 
 def prints_of(fours: NDArray[np.uint64], gram: int, lengths_B: NDArray[np.int64]) -> Prints:
-    """One n-gram in 16 (64 in long rows), chosen by its first four tokens: copies sample the same places.
+    """One n-gram in 16 (4 in short rows, 64 in long ones), by its first four tokens: copies sample the same places.
 
     `fours` are the hashes of the 4-grams; `gram` is a multiple of four. Only the sampled n-grams are hashed whole.
     """
-    below = SAMPLED if fours.shape[1] < LONG_ROW else SAMPLED_LONG
+    width = fours.shape[1]
+    below = SAMPLED_SHORT if width < SHORT_ROW else SAMPLED if width < LONG_ROW else SAMPLED_LONG
     rows, at = np.divmod(np.flatnonzero(fours < below), fours.shape[1])
     inside = at <= lengths_B[rows] - gram
     rows, at = rows[inside], at[inside]
@@ -84,9 +88,15 @@ def near_copies(rows: Content, prints: Prints, entropy_bits_B: NDArray[np.float6
         part = count / min(distinct[earlier], distinct[later])
         if part >= SHARED and later not in found:
             own, other = (rows.ids_BW[row, : rows.lengths_B[row]] for row in (later, earlier))
-            if long_share(own, other) >= LONG_SHARED:
+            if in_place_share(own, other) >= IN_PLACE or long_share(own, other) >= LONG_SHARED:
                 found[later] = (earlier, float(part))
     return found
+
+
+def in_place_share(one: NDArray[np.int32], other: NDArray[np.int32]) -> float:
+    """Share of the shorter row's tokens that stand at the same place in the other."""
+    n = min(len(one), len(other))
+    return float((one[:n] == other[:n]).mean()) if n else 0.0
 
 
 def long_share(one: NDArray[np.int32], other: NDArray[np.int32]) -> float:

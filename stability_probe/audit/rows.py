@@ -264,6 +264,10 @@ def _check_labels(
     usual = usual_shift(best, labels)
     pad_id = inferred_pad(ids, kept) if pad_id is None else pad_id
     ends_in_pad = np.zeros(len(ids), np.bool_) if pad_id is None else ids[:, -1] == pad_id
+    # Two ends of text and more at a row's end are padding with that id, and some text before them is the row.
+    ends_in_eos = np.zeros(len(ids), np.bool_)
+    if eos_id is not None and T >= 2:
+        ends_in_eos = (ids[:, -2:] == eos_id).all(axis=1) & (ids != eos_id).any(axis=1)
     ignored = set(np.flatnonzero((targets < 0).all(axis=1)).tolist())
     found: dict[str, list[int]] = {}
     for row in range(len(ids)):
@@ -271,11 +275,15 @@ def _check_labels(
         made: list[Note | None] = [shift_note(int(best[row]), shifts.agree_BS[row], usual, T)]
         if own is not None or ends_in_pad[row]:
             made.append(padding_note(ids[row], targets[row], own, usual, pad_id, eos_id))
+        elif ends_in_eos[row]:
+            made.append(padding_note(ids[row], targets[row], own, usual, eos_id, eos_id))
         if eos_id is not None:
             made.append(eos_note(ids[row], targets[row], own, usual, eos_id))
         if row in ignored:
             made = [Note("D13", "critical", "no-valid-labels", "every label of the row is ignored")]
         for note in filter(None, made):
+            if note.slug == "padding-in-loss":  # then the ends of text there are padding, and no separators
+                notes[row] = [other for other in notes[row] if other.detector != "D11"]
             notes[row].append(note)
             if note.severity == "critical":
                 found.setdefault(note.slug, []).append(row)

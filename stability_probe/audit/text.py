@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +26,13 @@ BYTES_PER_TOKEN = 1.6
 WORDS = 2.0  # mean bytes of the vocabulary's own tokens: below, it is a character vocabulary and D7 says nothing
 DIGIT_RUN = 256
 ENCODED_TOKENS = 256  # below, a key or a checksum in ordinary code is a third of the row
+WHOLE_ROW = 128  # a window of fewer tokens may lie inside an icon of ordinary code
+ALL_ENCODED = 0.95  # of the text: then there is no ordinary code around it, however short the row
 MISMATCH = 0.5  # of the rows: then it is the tokenizer, not the rows
 WHOLE_BATCH = 0.9
 FEW_REPEATS = 0.02  # of 4-grams: text of 512 tokens and more has more; shuffled ids have not
+RULERS, LINE = frozenset("-=_*#~./+ "), 80  # what lines are drawn with, and how wide they are
+RULERS_SHARE = 0.5  # of the row: less than half of it
 LOW_BYTES = 2.2  # bytes per token of base64, hex and mojibake stay below; English has 3–4.5
 
 
@@ -42,6 +47,7 @@ def judge_text(
     """Add the notes of D6, D7, D8, D14, D15 and D16. Returns the sentence of a fault that all rows share, or ""."""
     bytes_B = _bytes_per_token(vocabulary, rows)
     chosen = _chosen(features, bytes_B, round_trip_rows, notes)
+    _judge_rulers(vocabulary, rows, notes)
     _judge_digits(vocabulary, rows, notes)
     if vocabulary.bytes_of_id.mean() >= WORDS:
         for row in np.flatnonzero((features.tokens >= LEAST_TOKENS) & (bytes_B < BYTES_PER_TOKEN)).tolist():
@@ -62,6 +68,23 @@ def judge_text(
     for row, parts in whole_text.items():
         _judge_characters("\n".join(parts), rows, row, notes)
     return _judge_round_trip(rows, broken, notes)
+
+
+def _judge_rulers(vocabulary: Vocabulary, rows: Content, notes: Notes) -> None:
+    """A line of dashes is not a fault: D1 counts less where all that repeats is one such character, for a line's width.
+
+    Larger vocabularies hold such a line in a few tokens, small ones spell it.
+    """
+    for row, own in notes.items():
+        for at, note in enumerate(own):
+            if note.detector != "D1" or note.severity != "high" or not vocabulary.size:
+                continue
+            first, n = rows.place(row, 0, 1)[0], int(rows.lengths_B[row])
+            runs = [rows.ids_BW[row, span.start - first : span.end - first] for span in note.spans]
+            texts = [text.strip() or " " for text in vocabulary.decodes(runs)]
+            is_ruler = all(len(set(text)) <= 2 and set(text) <= RULERS and len(text) <= LINE for text in texts)
+            if is_ruler and sum(map(len, runs)) < RULERS_SHARE * n:
+                own[at] = replace(note, severity="medium")
 
 
 def preserved_bigrams(ids: NDArray[np.int64], again: NDArray[np.int64]) -> tuple[float, int]:
@@ -145,8 +168,11 @@ def _judge_characters(text: str, rows: Content, row: int, notes: Notes) -> None:
     if share >= encodings.ENCODED_SHARE:
         detail = f"{share:.0%} of the text is {kind}"
         n = rows.lengths_B[row]
-        sure = n >= SURE_TOKENS or (n >= ENCODED_TOKENS and share >= encodings.ENCODED_SHARE_SHORT)
-        severity: Severity = "high" if sure else "medium"
+        sure = (
+            n >= SURE_TOKENS or share >= ALL_ENCODED or (n >= ENCODED_TOKENS and share >= encodings.ENCODED_SHARE_SHORT)
+        )
+        whole_row = share >= ALL_ENCODED and n >= WHOLE_ROW
+        severity: Severity = "critical" if whole_row else "high" if sure else "medium"
         notes[row].append(Note("D16", severity, "garbage-tokens", detail, share, whole))
     markup = encodings.markup_share(text)
     if markup >= encodings.MARKUP_SHARE and any(note.detector == "D4" for note in notes[row]):

@@ -196,6 +196,7 @@ def _left_at_init(m: Measurements, t: dict[str, Threshold]) -> Iterator[Suspect]
             strength=distance,
             # A zero matrix may be a block that was added on purpose; a lone gain of exactly 1 never is.
             latent=bool(row["norm_gain"]) and distance >= t["moved_by"].value,
+            exact=True,
         )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 THRESHOLDS = {
     "score": AUDIT_SCORE,
     "latent_share": Threshold(
-        0.5, "of the rows", "half of such a batch is text that it already holds: one row's gradient rules the step, "
-        "whatever that row's loss is",
+        0.05, "of the rows", "a twentieth of the rows is no chance of sampling: the shuffle or the removal of copies "
+        "failed, whatever these rows cost",
         "k copies weigh k squared in the squared norm; Lee et al., Deduplicating Training Data Makes Language Models "
         "Better, 2022",
     ),

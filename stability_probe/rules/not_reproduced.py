@@ -34,6 +34,10 @@ THRESHOLDS = {
     "clean_within": Threshold(
         0.02, "relative", "rounding of logged values to two or three digits", "logs print three significant digits"
     ),
+    "exactly": Threshold(
+        0.002, "relative", "a loss of four digits that is off by a clean factor is no chance",
+        "logs print three significant digits and more",
+    ),
     "clean_ratio": Threshold(
         1.8, "x", "a clean factor counts from two on, and only where the replay itself is at the usual norm",
         "the smallest number of ranks or accumulation steps that can go missing is two",
@@ -117,11 +121,17 @@ def _loss(m: Measurements, log: LogFacts, t: dict[str, Threshold]) -> tuple[str,
     logged, usual = log.logged_loss, log.usual_loss
     if logged is None or usual is None:
         return None
-    margin = log_margin(m, t["margin"].value, t["sigmas"].value)
-    healthy = m.loss <= usual + margin
+    factor = clean_factor(logged / m.loss, t["exactly"].value) if is_number(logged) and m.loss > 0 else ""
+    # However the log scatters, it does not scatter by exactly two.
+    margin = t["margin"].value if factor else log_margin(m, t["margin"].value, t["sigmas"].value)
+    usual_margin = log_margin(m, t["margin"].value, t["sigmas"].value)
+    healthy = m.loss <= usual + usual_margin
     filtered = logged == 0.0 and usual > t["margin"].value  # a NaN that the trainer's filter logged as zero
     high = is_number(logged) and logged >= usual + margin and logged - m.loss >= margin
-    if not healthy or not (high or filtered or not is_number(logged)):
+    low = (
+        is_number(logged) and usual - logged >= margin and m.loss - logged >= margin and m.loss >= usual - usual_margin
+    )
+    if not healthy or not (high or low or filtered or not is_number(logged)):
         return None
     said = "0.0 (a NaN, filtered)" if filtered else f"{logged:.3f} nats" if is_number(logged) else "not finite"
     evidence = [
@@ -129,9 +139,10 @@ def _loss(m: Measurements, log: LogFacts, t: dict[str, Threshold]) -> tuple[str,
                  t["margin"].source),
         Evidence("replayed loss, fp32", m.loss, "nats", usual, "usual loss in the log"),
     ]  # fmt: skip
-    strength = (logged - m.loss) / margin if high else 10.0
+    strength = abs(logged - m.loss) / margin if high or low else 10.0
+    note = f": {factor} times as much" if factor else ""
     return (
-        f"The log has a loss of {said} at step {log.step}, the replay {m.loss:.3f} (usual {usual:.3f})",
+        f"The log has a loss of {said} at step {log.step}, the replay {m.loss:.3f} (usual {usual:.3f}){note}",
         evidence,
         strength,
     )
@@ -221,6 +232,8 @@ RULE = Rule(
         ),
         Case("the log has a NaN, the replay 3.4", {"log": {**_LOG, "logged_loss": _cases.NAN}}, True),
         Case("the log has 7.9, the replay 3.4", {"log": {**_LOG, "logged_loss": 7.9}}, True),
+        Case("the log has half of it: a mean over twice the count", {"log": {**_LOG, "logged_loss": 1.7}}, True),
+        Case("near miss: an easy batch, here as well", {"log": {**_LOG, "logged_loss": 1.7}, "loss": 1.72}, False),
         Case("a NaN logged as 0.0", {"log": {**_LOG, "logged_loss": 0.0}}, True),
         Case(
             "the gradient norm is eight times the replayed one, the loss agrees",

@@ -143,13 +143,9 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
         return []
     if not losses or len(over) < t["most_rows"].value * len(losses):
         return []
-    if (
-        usual >= m.unigram_entropy
-        or usual >= limit - 1
-        or odd_rows
-        or 2 * content >= len(losses)
-        or not _right_offset(m, limit)
-    ):
+    # The entropy of few tokens is too low an estimate; past a uniform guess no frequencies explain the loss.
+    trained = usual < min(m.unigram_entropy, limit - 1) or (m.loss >= uniform and usual <= uniform - 1)
+    if not trained or odd_rows or 2 * content >= len(losses) or not _right_offset(m, limit):
         return []
     return [
         Suspect(
