@@ -517,3 +517,6 @@ def test_a_short_row_of_nothing_but_hexadecimal(bpe: Tokenizer) -> None:
         ids = np.array(bpe.encode(blob).ids[:length])[None]
         notes = {note.detector: note.severity for note in audit_rows(ids, tokenizer=bpe).rows[0].notes}
         assert notes["D16"] == severity
+    table = "\n".join(f"{at:04X} {at + 37:04X}" for at in range(0x2C60, 0x2D60))  # as of Unicode's properties
+    ids = np.array(bpe.encode(table).ids[:96])[None]
+    assert not slugs(audit_rows(ids, tokenizer=bpe).rows[0])

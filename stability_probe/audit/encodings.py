@@ -73,6 +73,17 @@ def encoded_share(text: str) -> tuple[str, float]:
     return kind, max(blob, hexes) / bare
 
 
+def long_encoded_share(text: str) -> float:
+    """Share of the characters (white space aside) in base64-like or hex words of 32 and more: no table has these."""
+    bare = len(_SPACE.sub("", text))
+    found = (word for word in _BLOB.findall(text) if _is_blob(word) or _is_long_hex(word))
+    return sum(map(len, found)) / bare if bare else 0.0
+
+
+def _is_long_hex(word: str) -> bool:
+    return bool(_HEX.fullmatch(word)) and not word.isdigit() and not word.isalpha()
+
+
 def _is_blob(word: str) -> bool:
     kinds = [2 if char.isdigit() else int(char.isupper()) for char in word if char.isalnum()]
     changes = sum(a != b for a, b in itertools.pairwise(kinds))

@@ -27,7 +27,7 @@ WORDS = 2.0  # mean bytes of the vocabulary's own tokens: below, it is a charact
 DIGIT_RUN = 256
 ENCODED_TOKENS = 256  # below, a key or a checksum in ordinary code is a third of the row
 WHOLE_ROW = 128  # a window of fewer tokens may lie inside an icon of ordinary code
-ALL_ENCODED = 0.95  # of the text: then there is no ordinary code around it, however short the row
+ALL_ENCODED = 0.95  # of the text in long words: then there is no ordinary code around it, however short the row
 MISMATCH = 0.5  # of the rows: then it is the tokenizer, not the rows
 WHOLE_BATCH = 0.9
 FEW_REPEATS = 0.02  # of 4-grams: text of 512 tokens and more has more; shuffled ids have not
@@ -168,10 +168,9 @@ def _judge_characters(text: str, rows: Content, row: int, notes: Notes) -> None:
     if share >= encodings.ENCODED_SHARE:
         detail = f"{share:.0%} of the text is {kind}"
         n = rows.lengths_B[row]
-        sure = (
-            n >= SURE_TOKENS or share >= ALL_ENCODED or (n >= ENCODED_TOKENS and share >= encodings.ENCODED_SHARE_SHORT)
-        )
-        whole_row = share >= ALL_ENCODED and n >= WHOLE_ROW
+        all_encoded = encodings.long_encoded_share(text) >= ALL_ENCODED
+        sure = n >= SURE_TOKENS or all_encoded or (n >= ENCODED_TOKENS and share >= encodings.ENCODED_SHARE_SHORT)
+        whole_row = all_encoded and n >= WHOLE_ROW
         severity: Severity = "critical" if whole_row else "high" if sure else "medium"
         notes[row].append(Note("D16", severity, "garbage-tokens", detail, share, whole))
     markup = encodings.markup_share(text)

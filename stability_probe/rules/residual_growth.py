@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._tables import Record, is_number, median, quantile, records
+from stability_probe.rules._tables import Record, is_number, log_margin, median, quantile, records
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
@@ -41,6 +41,14 @@ THRESHOLDS = {
     "uneven_block": Threshold(
         1.25, "x rms per block, lower quartile", "factors that differ from block to block still compound",
         "as per_block: 1.03 to 1.4 in healthy tiny models, of a total under 2",
+    ),
+    "fell": Threshold(
+        0.5, "nats over the usual loss in the log", "growth that was trained costs what the run was used to",
+        "as in rule attention-scale",
+    ),
+    "sigmas": Threshold(
+        4, "robust standard deviations of the logged loss", "the growth is the finding, and the loss need only agree: "
+        "less than the 6 of a spike rule", "OLMo-core: a step is skipped at 6 standard deviations over 128 steps",
     ),
     "fewest_blocks": Threshold(
         4, "blocks", "a trend needs a few points", "three ratios are the fewest whose quartile means something"
@@ -141,11 +149,21 @@ def _by_size(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     steps = [later / earlier for earlier, later in pairwise(sizes)]
     usual, total = quantile(steps, 0.25), sizes[-1] / sizes[0]
     steady = usual >= t["per_block"].value and total >= t["total"].value
-    uneven = usual >= t["uneven_block"].value and total / max(steps) >= t["without_jump"].value
+    # A stream may also have been trained to grow: where its factors differ, the loss must stand above what it was.
+    before = m.log.usual_loss if m.log is not None else None
+    fell = before is not None and m.loss >= before + log_margin(m, t["fell"].value, t["sigmas"].value)
+    uneven = fell and usual >= t["uneven_block"].value and total / max(steps) >= t["without_jump"].value
     if not (steady or uneven):
         return []
     outputs = [row["parameter"] for row in records(m.parameters) if writes_residual(row)]
     depth = (2 * len(blocks)) ** -0.5
+    repairs = [
+        (dict.fromkeys(outputs, factor), f"output projections x {factor:.3g}")
+        for factor in dict.fromkeys((depth, 1 / usual, depth / usual))
+    ]
+    if not steady:
+        told = "each block's output projections over the stream's growth up to it"
+        repairs = [(_by_block(m, blocks, outputs), told)]
     worst = max(range(len(steps)), key=lambda at: steps[at]) + 1
     return [
         Suspect(
@@ -164,15 +182,7 @@ def _by_size(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
                 Evidence("rms after the last block", sizes[-1], "", sizes[0], "first block",
                          t["total"].value * sizes[0], t["total"].source),
             ),
-            plans=(
-                *(
-                    Plan("rescale_tensors", {"factors": dict.fromkeys(outputs, factor)},
-                         f"output projections x {factor:.3g}")
-                    for factor in dict.fromkeys((depth, 1 / usual, depth / usual))
-                ),
-                Plan("rescale_tensors", {"factors": _by_block(m, blocks, outputs)},
-                     "each block's output projections over the stream's growth up to it"),
-            ) * bool(outputs),
+            plans=tuple(Plan("rescale_tensors", {"factors": factors}, told) for factors, told in repairs if outputs),
             strength=usual / t["per_block"].value,
         )
     ]  # fmt: skip
@@ -204,6 +214,7 @@ def _mixing(norm: float) -> tuple[dict[str, Any], ...]:
     )  # fmt: skip
 
 
+_FELL: dict[str, Any] = {"loss": 5.6, "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05}}
 RULE = Rule(
     slug="residual-growth",
     order=701,
@@ -214,7 +225,10 @@ RULE = Rule(
         Case("a factor of five per block", {"modules": _growing(2.0, 10.0, 50.0, 250.0)}, True),
         Case("mixing matrices that amplify", {"mixing": _mixing(1.3)}, True),
         Case("the stream just doubles", {"modules": _growing(1.0, 2.1, 4.3, 8.8)}, True),
-        Case("by factors that differ", {"modules": _growing(1.0, 1.4, 22.0, 450.0)}, True),
+        Case("by factors that differ", _FELL | {"modules": _growing(1.0, 1.4, 22.0, 450.0)}, True),
+        Case(
+            "near miss: by factors that differ, at the usual loss", {"modules": _growing(1.0, 1.4, 22.0, 450.0)}, False
+        ),
         Case("near miss: massive activations, one jump", {"modules": _growing(2.0, 2.2, 65.0, 65.0)}, False),
         Case("near miss: equal additions", {"modules": _growing(1.4, 1.9, 2.1, 2.3)}, False),
         Case("near miss: mixing matrices near the identity", {"mixing": _mixing(1.05)}, False),
