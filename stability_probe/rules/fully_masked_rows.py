@@ -86,6 +86,8 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
                 Plan("unmask_queries", {"rows": list(rows)}, "every query without a key sees itself"),
             ),
             strength=float(max(1, real + len(rows) + m.blind.padding)),
+            # Such a row is trained on without its own text, whatever its loss is beside others.
+            latent=bool(rows),
         )
     ]  # fmt: skip
 

@@ -183,6 +183,7 @@ def _some_rows(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
     told = {
         int(row["row"]) for row in flagged_rows(m, RULE.slug, AUDIT_SCORE.value)
     }  # there the labels speak, not the loss alone
+    said = {int(row["row"]): _testified(row["reason"]) for row in flagged_rows(m, RULE.slug, 1.0)}
     margins = {
         int(row["row"]): t["row_margin"].value
         if int(row["row"]) in told
@@ -190,10 +191,16 @@ def _some_rows(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
         for row in records(m.rows)
     }
     table = list(margins)
+
+    def wrong_in(row: int, losses: dict[int, float]) -> tuple[int, float, float] | None:
+        if said.get(row) in losses:  # the labels themselves say which offset is right; the loss need only agree
+            return _wrong({k: losses[k] for k in (0, said[row]) if k in losses}, t["flagged_margin"].value, 0.0)
+        return _wrong(losses, margins[row], t["share"].value)
+
     found = {
         row: wrong
         for row, losses in zip(table, m.row_offset_losses, strict=False)
-        if (wrong := _wrong(losses, margins[row], t["share"].value)) and _believable(m, wrong, {row}, t)
+        if (wrong := wrong_in(row, losses)) and _believable(m, wrong, {row}, t)
     }
     if not found:
         return None

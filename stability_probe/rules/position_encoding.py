@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
-from stability_probe.rules._tables import is_number, log_margin, plural
+from stability_probe.rules._tables import finite, is_number, log_margin, plural, records
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ THRESHOLDS = {
         "where it is far beyond a guess, something else is broken",
         "attention over one key is the same under every rotation; a healthy first token costs up to ln V + 1.5 "
         "(tests/lagged_language.py, where it cannot be known)",
+    ),
+    "rises": Threshold(
+        1.0, "nats from the best positions to the later half", "more context lowers a healthy loss",
+        "Kaplan et al., Scaling Laws for Neural Language Models, 2020, figure 20",
     ),
     "documents": Threshold(
         0.9, "of the breaks after a separator", "positions that start again at document starts are packing, and right",
@@ -87,7 +91,7 @@ def _stored(m: Measurements, facts: PositionFacts, t: dict[str, Threshold]) -> l
             cause=RULE.slug,
             summary=f"The batch's position ids do not count from 0 through each text: {what}.",
             location=Location(
-                rows=facts.broken_rows if broken else (),
+                rows=facts.broken_rows if broken else tuple(int(row["row"]) for row in records(m.rows)),
                 positions=tuple((row, at, at + 1) for row, at in facts.breaks) if broken else (),
             ),
             evidence=(
@@ -111,7 +115,9 @@ def _settings(m: Measurements, facts: PositionFacts, t: dict[str, Threshold]) ->
         return []
     first, later = facts.losses[0][2], facts.losses[-1][2]
     limit = math.log(m.vocab_size) + t["first"].value
-    if not (is_number(first) and is_number(later) and first <= limit):
+    # Or positions just behind it are good, and it gets worse from there: distances are misread, and nothing else.
+    rises = later >= min(finite(loss for _, _, loss, _ in facts.losses[:-1]), default=math.inf) + t["rises"].value
+    if not (is_number(first) and is_number(later) and (first <= limit or rises)):
         return []
     other = [theta for theta in USUAL_THETAS if abs(theta / facts.rotary_theta - 1) > 0.01]
     plans = [Plan("change_rotary", {"theta": theta}, f"rotary base {theta:g}") for theta in other]
