@@ -72,7 +72,12 @@ def examine(
     if healthy is not None:
         healthy.forget_gradients()
     pair = (baseline, healthy) if baseline is not None and healthy is not None else None
-    step = step_bench(incident, subject, batch, trace, pair, state)
+    step = None
+    if repeats(measured):
+        step = step_bench(incident, subject, batch, trace, pair, state)
+    elif state is not None:
+        reason = "the same forward gives another loss each time: what a step does cannot be told from that"
+        measured = dataclasses.replace(measured, optimizer_missing=reason)
     bench = Bench(subject, batch, trace, measured, reduced, pair, step, microbatch, gradients_matter(measured))
     if step is not None:
         with show.stage("Simulating the optimizer's step"):
@@ -252,6 +257,16 @@ def _optimizer_facts(state: OptimizerState | None) -> dict[str, Any] | None:
 def setting_of(incident: Incident, global_grad_norm: float) -> StepSetting:
     """How the run would take this step."""
     return StepSetting(lr=incident.lr, clip_factor=clip_factor(global_grad_norm, incident.grad_clip))
+
+
+# Nats. What a healthy step does to a loss is less than this, and a forward that repeats itself differs by rounding.
+STEP_NOISE = 0.02
+
+
+def repeats(m: Measurements) -> bool:
+    """Whether replaying the batch once more gives its loss again."""
+    change = m.repeat_loss_change
+    return change is None or not abs(change) >= STEP_NOISE
 
 
 def step_bench(

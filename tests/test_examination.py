@@ -6,13 +6,14 @@ import torch
 from fixtures import incidents
 from fixtures.tiny import tiny
 from stability_probe.batches.edit import apply
-from stability_probe.examination import examine
+from stability_probe.examination import examine, repeats
 from stability_probe.incident import load_incident
 from stability_probe.interventions import drop_rows, swap_baseline
 from stability_probe.progress import Silent
 from stability_probe.replay import Subject, replay
 from stability_probe.request import Request
 from tests.planted import baseline, batch
+from tests.rule_tables import measurements_from
 
 
 def test_the_stand_in_of_a_dropped_batch_keeps_its_gradient_norm(tmp_path):
@@ -47,3 +48,9 @@ def test_a_single_row_is_all_there_is_to_judge_a_step_on(tmp_path):
     incident = load_incident(Request(ckpt=made.ckpt, batch=incidents.saved(row, tmp_path / "b.pt")))
     bench, _, _ = examine(incident, Subject.of(incident.model.module), Silent())
     assert bench.measurements.step_effect.measured_on == "this batch"
+
+
+def test_no_step_is_judged_by_a_loss_that_differs_each_time():
+    assert repeats(measurements_from({"repeat_loss_change": 1e-7}))
+    assert not repeats(measurements_from({"repeat_loss_change": -0.3}))
+    assert repeats(measurements_from({}))
