@@ -44,7 +44,10 @@ def judge_text(
     round_trip_rows: int | None,
     notes: Notes,
 ) -> str:
-    """Add the notes of D6, D7, D8, D14, D15 and D16. Returns the sentence of a fault that all rows share, or ""."""
+    """Add the notes of D6, D7, D8, D14, D15 and D16, and lower D1 on rulers.
+
+    Returns the sentence of a fault that all rows share, or "".
+    """
     bytes_B = _bytes_per_token(vocabulary, rows)
     chosen = _chosen(features, bytes_B, round_trip_rows, notes)
     _judge_rulers(vocabulary, rows, notes)

@@ -190,6 +190,15 @@ RULE = Rule(
             True,
         ),
         Case(
+            "near miss: one hot layer and a loss above the usual: the other heads are as cool as ever",
+            {
+                "heads": _cases.heads({(1, h): {"max_logit": 300.0} for h in range(4)}),
+                "loss": 5.1,
+                "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05},
+            },
+            False,
+        ),
+        Case(
             "near miss: one hot layer", {"heads": _cases.heads({(1, h): {"max_logit": 300.0} for h in range(4)})}, False
         ),
         Case(
