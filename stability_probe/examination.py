@@ -14,7 +14,7 @@ from stability_probe.audit import audit_rows
 from stability_probe.batches.base import IGNORED, Batch
 from stability_probe.batches.edit import apply, join, select
 from stability_probe.checkpoints.base import OptimizerState
-from stability_probe.checkpoints.optimizer import name_optimizer_state
+from stability_probe.checkpoints.optimizer import misfits, name_optimizer_state
 from stability_probe.incident import Incident
 from stability_probe.interventions.bench import Bench, StepBench
 from stability_probe.interventions.simulated_step import damage
@@ -176,6 +176,7 @@ def measure(
         log=incident.log,
         optimizer=_optimizer_facts(state),
         optimizer_missing=optimizer_missing,
+        optimizer_misfits=misfits(incident.checkpoint.optimizer or {}, subject.module) if state is None else (),
         positions=position_facts(subject, batch, trace, eos_id(incident)),
         blind=blind_queries(batch, trace),
         tokenizer_known=incident.tokenizer is not None,

@@ -114,7 +114,7 @@ class BlindQueries:
     Attributes:
         padding: by the stored mask: left padding of rows, whose queries have only padding before them.
         padded_rows: the rows with such padding.
-        rows: rows whose mask leaves out every token.
+        rows: rows whose mask leaves out every token, or every one but a run of padding.
         real: (layer, count) of queries on real tokens with no key, as the attention calls show it.
     """
 
@@ -184,7 +184,8 @@ class Measurements:
     `rows` (row of the batch): row, loss (NaN without valid targets), valid_targets, tokens (not padding),
         grad_norm (of the row's share of the batch loss), cosine (to the sum of the other rows' gradients, NaN in a
         batch of 1), audit_score, flags (list of slugs, high and critical), spans (list of (start, end, kind,
-        detail)), span_losses (for each span the mean loss and number of the targets inside), reason (str).
+        detail)), span_losses (for each span the mean loss and number of the targets inside), reason (str), digits
+        (the audit finds a long run of digits, or mostly digits).
     `tokens` (worst tokens, at most 50): row, position, token, target, loss, loss_bf16.
 
     Scalars and dicts:
@@ -200,6 +201,8 @@ class Measurements:
         attention_softcap, output_softcap, qk_norm: from the model; None/False where absent.
         precisions: by name, without fp32.
         checkpoint_step: the run's step that the checkpoint itself states.
+        optimizer: kind, step (median of the parameters' counters of updates), naming and groups of the stored state.
+        optimizer_misfits: "name: stored …, model …" of parameters whose moments have another shape.
         repeat_differs: True where the same replay twice was not bit-equal; None where it was not tried.
         repeat_gap: largest |difference| of a token's loss between the two, nats (infinite where one is not finite);
             repeat_loss_change: of the mean loss of the rows replayed twice (at most 8); repeat_rows: those that differ.
@@ -250,6 +253,7 @@ class Measurements:
     step_effect: StepEffect | None = None
     optimizer: dict[str, Any] | None = None
     optimizer_missing: str = ""
+    optimizer_misfits: tuple[str, ...] = ()
     repeat_differs: bool | None = None
     repeat_gap: float | None = None
     repeat_loss_change: float | None = None

@@ -120,13 +120,23 @@ def blind_queries(batch: Batch, trace: Trace) -> BlindQueries:
     rows: tuple[int, ...] = ()
     padded: tuple[int, ...] = ()
     if batch.mask_BT is not None:
-        empty = ~batch.mask_BT.any(1)
+        empty = ~batch.mask_BT.any(1) | _inverted(batch.ids_BT, batch.mask_BT)
         rows = tuple(int(row) for row in empty.nonzero().flatten())
         before_B = batch.mask_BT.int().argmax(1).masked_fill(empty, 0)
         padding = int(before_B.sum())
         padded = tuple(int(row) for row in before_B.nonzero().flatten())
     counted = {layer: blind_count(totals) for layer, totals in sorted(trace.heads.items())}
     return BlindQueries(padding, rows, tuple((layer, count) for layer, count in counted.items() if count), padded)
+
+
+# Distinct ids under a mask from which on they are text: padding has one, with separators and end marks a few more.
+TEXT_IDS = 8
+
+
+def _inverted(ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """(B,) bool: rows whose mask keeps a run of one id alone, padding, and leaves the text out."""
+    found = [len(ids[mask].unique()) == 1 and len(ids[~mask].unique()) >= TEXT_IDS for ids, mask in zip(ids_BT, mask_BT, strict=True)]
+    return torch.tensor(found)
 
 
 def blind_count(totals: Any) -> int:

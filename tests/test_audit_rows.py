@@ -520,3 +520,13 @@ def test_a_short_row_of_nothing_but_hexadecimal(bpe: Tokenizer) -> None:
     table = "\n".join(f"{at:04X} {at + 37:04X}" for at in range(0x2C60, 0x2D60))  # as of Unicode's properties
     ids = np.array(bpe.encode(table).ids[:96])[None]
     assert not slugs(audit_rows(ids, tokenizer=bpe).rows[0])
+
+
+def test_a_row_of_numbers_with_separators_is_mentioned_and_not_flagged(bpe: Tokenizer) -> None:
+    rng = np.random.default_rng(5)
+    numbers = bpe.encode(", ".join(f"{value:.9f}" for value in rng.random(200))).ids[:128]
+    prose = bpe.encode("In the year 1984 there were 3 books, and 12 readers of each; " * 12).ids[:128]
+    result = audit_rows(np.array([numbers, prose]), tokenizer=bpe)
+    of_digits = [[note.severity for note in row.notes if note.detector == "D14"] for row in result.rows]
+    assert of_digits == [["info"], []]
+    assert "numeric-runs" not in result.rows[0].flags

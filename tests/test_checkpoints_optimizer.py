@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from stability_probe.checkpoints.base import OptimizerState
-from stability_probe.checkpoints.optimizer import name_optimizer_state
+from stability_probe.checkpoints.optimizer import misfits, name_optimizer_state
 from stability_probe.models.decoder import Decoder, DecoderConfig
 from stability_probe.models.nanogpt import NanoGPT
 
@@ -187,6 +187,36 @@ def test_the_optimizer_of_another_model_is_refused_with_advice():
     assert isinstance(answer, str) and "named_parameters" in answer
 
 
+def test_moments_in_another_order_than_the_parameters_are_told_by_name():
+    model = nanogpt()
+    by_name = [parameter for _, parameter in sorted(model.named_parameters())]
+    found = misfits(stepped(torch.optim.AdamW(by_name), model), model)
+    assert found and all(": stored (" in said for said in found)
+    assert {said.partition(":")[0] for said in found} <= dict(model.named_parameters()).keys()
+
+
+def test_one_moment_of_another_shape_is_told():
+    model = nanogpt()
+    saved = stepped(torch.optim.AdamW(model.parameters()), model)
+    name, parameter = list(model.named_parameters())[3]
+    saved["state"][3]["exp_avg_sq"] = torch.zeros(parameter.numel() + 1)
+    shapes = f"stored ({parameter.numel() + 1},), model {tuple(parameter.shape)}"
+    assert misfits(saved, model) == (f"{name}: {shapes}",)
+
+
+def test_shards_groups_and_other_models_are_no_misfits():
+    model, other = nanogpt(), decoder(bias=True)
+    whole = stepped(torch.optim.AdamW(model.parameters()), model)
+    assert misfits(whole, model) == ()
+    flat = {**whole, "state": {k: {m: v.flatten()[::2] for m, v in e.items() if m != "step"} for k, e in
+                               whole["state"].items()}}  # fmt: skip
+    assert misfits(flat, model) == ()
+    names = sorted(model.named_parameters())
+    halves = [{"params": [p for _, p in names[::2]]}, {"params": [p for _, p in names[1::2]]}]
+    assert misfits(stepped(torch.optim.AdamW(halves), model), model) == ()
+    assert misfits(stepped(torch.optim.AdamW(other.parameters()), other), model) == ()
+
+
 @pytest.mark.parametrize(
     "raw",
     [
@@ -202,6 +232,7 @@ def test_the_optimizer_of_another_model_is_refused_with_advice():
 )
 def test_a_broken_state_dict_is_answered_in_words(raw):
     assert isinstance(name_optimizer_state(raw, nanogpt()), str)
+    assert misfits(raw, nanogpt()) == ()
 
 
 @pytest.mark.parametrize("changed", [torch.ones(3), torch.empty(8, device="meta")])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from stability_probe.batches.base import IGNORED, Batch
 from stability_probe.compare.calls import CallWatcher
-from stability_probe.compare.reference import POSITION_STRIDE, Fingerprint, Range, cosine, relative_error
+from stability_probe.compare.reference import Fingerprint, Range, cosine, position_stride, relative_error
 from stability_probe.compare.rounding_tap import ErrorSums
 from stability_probe.compare.session import compare_precisions
 from stability_probe.compare.updates import survival
@@ -40,7 +40,7 @@ def small_batch(rows: int = 2) -> Batch:
 
 
 def counted(values: Tensor) -> Tensor:
-    return values[:, ::POSITION_STRIDE] if values.dim() == 3 else values
+    return values[:, :: position_stride(values.shape[1])] if values.dim() == 3 else values
 
 
 def kept(model: nn.Module, precision: str, rows: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

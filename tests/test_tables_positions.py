@@ -107,6 +107,20 @@ def test_blind_queries_are_counted_by_the_mask_and_by_the_calls():
     assert statistics_from_qk(q, k, causal=True).blind_BH.tolist() == [[0, 0]]
 
 
+def test_a_mask_that_keeps_the_padding_and_hides_the_text():
+    model, batch = decoder("llama"), batch_of()
+    T = batch.ids_BT.shape[1]
+    ids, mask = batch.ids_BT.clone(), torch.ones_like(batch.ids_BT, dtype=torch.bool)
+    ids[1, T - 5 :] = 0  # padded on the right
+    mask[1, T - 5 :] = False
+    padded = dataclasses.replace(batch, ids_BT=ids, mask_BT=mask)
+    assert blind_queries(padded, replay(Subject.of(model), padded)).rows == ()
+    mask = mask.clone()
+    mask[1] = ~mask[1]
+    inverted = dataclasses.replace(padded, mask_BT=mask)
+    assert blind_queries(inverted, replay(Subject.of(model), inverted)).rows == (1,)
+
+
 def test_products_of_mixing_matrices_by_depth():
     model = decoder("hyper")
     with torch.no_grad():

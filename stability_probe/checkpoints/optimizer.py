@@ -66,6 +66,38 @@ def name_optimizer_state(raw: Mapping[str, Any], model: nn.Module) -> OptimizerS
     return OptimizerState(kind, exp_avg, exp_avg_sq, step, groups, group_of, naming, notes)
 
 
+def misfits(raw: Mapping[str, Any], model: nn.Module) -> tuple[str, ...]:
+    """Parameters whose AdamW moments have another shape, "name: stored …, model …".
+
+    Empty where the file leaves open which parameter is meant (numbers in several groups, another count), and where no
+    shape at all fits: that is how shards and flat buffers look.
+    """
+    stored = _checked(raw)
+    if isinstance(stored, str) or _kind(stored) != "adamw":
+        return ()
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    written = _written_names(stored)
+    if written is not None:
+        by_canonical = {canonical(name): name for name in shapes}
+        names = [by_canonical.get(canonical(name), name) for name in itertools.chain(*written[0])]
+    else:
+        names = list(shapes)
+    keys = list(itertools.chain(*stored.ids))
+    if len(keys) != len(names) or (written is None and len(stored.ids) > 1) or not set(names) <= set(shapes):
+        return ()
+    entries = [(name, stored.entries.get(key, {})) for name, key in zip(names, keys, strict=True)]
+    known = [
+        (name, tuple(entry[moment].shape))
+        for name, entry in entries
+        for moment in ("exp_avg", "exp_avg_sq")
+        if isinstance(entry.get(moment), Tensor)
+    ]
+    if not any(shape == shapes[name] and math.prod(shape) > 1 for name, shape in known):
+        return ()
+    other = dict((name, shape) for name, shape in known if shape != shapes[name])
+    return tuple(f"{name}: stored {shape}, model {shapes[name]}" for name, shape in other.items())
+
+
 def _checked(raw: Mapping[str, Any]) -> _Stored | str:
     state, groups = raw.get("state"), raw.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, list) or not groups:

@@ -23,8 +23,18 @@ from stability_probe.taps.sketch import sketch
 Key = tuple[str, int]
 # A prime stride visits every channel; one element in 7 is plenty for shares over 10⁵ elements.
 STRIDE = 7
-# Of (rows, positions, channels) every second position is in a fingerprint: errors differ little from one to the next.
-POSITION_STRIDE = 2
+# From here on a row is long, and half as many of its positions are looked at: 64 still are.
+LONG_ROW = 256
+
+
+def position_stride(positions: int) -> int:
+    """Of (rows, positions, channels) every second or fourth position is looked at: errors differ little from one
+    to the next, and short rows have few.
+
+    Args:
+        positions: of the whole batch, so that grouping rows changes nothing.
+    """
+    return 4 if positions >= LONG_ROW else 2
 
 
 @dataclass
@@ -102,6 +112,7 @@ class ReferencePass:
     """Hooks for the fp32 replay, and what they saw.
 
     Attributes:
+        stride: of the positions that fingerprints are made of.
         formats: by precision, the format of forward operands, that of gradients, and whether tensors are scaled
             to the format before they are rounded.
         outputs: fingerprints by (module, index of the tensor in its output).
@@ -112,6 +123,7 @@ class ReferencePass:
     """
 
     subject: Subject
+    stride: int
     formats: dict[str, tuple[Format, Format, bool]] = field(default_factory=dict)
     outputs: dict[Key, Fingerprint] = field(default_factory=dict)
     gradients: dict[str, Fingerprint] = field(default_factory=dict)
@@ -140,7 +152,7 @@ class ReferencePass:
             self.handed_on[call.name] = source
         for index, values in enumerate(outputs):
             if index or source is None:
-                add_output(self.outputs, self.watcher, call, index, values)
+                add_output(self.outputs, self.watcher, call, index, values, self.stride)
         if source is None:
             for precision, (fmt, _, scaled) in self.formats.items():
                 self.activation_range.setdefault((precision, call.name), Range()).add(outputs[0], fmt, scaled)
@@ -173,14 +185,16 @@ class ReferencePass:
             self.gradient_range.setdefault(precision, Range()).add(grad, fmt, scaled)
 
 
-def add_output(into: dict[Key, Fingerprint], watcher: CallWatcher, call: Call, index: int, values: Tensor) -> None:
+def add_output(
+    into: dict[Key, Fingerprint], watcher: CallWatcher, call: Call, index: int, values: Tensor, stride: int
+) -> None:
     """Add one output tensor to its module's fingerprint, row by row, so that grouping rows changes nothing."""
     fingerprint = into.setdefault((call.name, index), Fingerprint())
     values = values.detach()
     has_rows = values.shape[0] == watcher.rows and values.dim() > 1
     if has_rows and values.dim() == 3:
-        values = values[:, ::POSITION_STRIDE]
-    values = values.float()  # once: the sketch and the norm would each convert it
+        values = values[:, ::stride]
+    values = values.float().contiguous()  # once: the sketch and the norm would each convert and gather it
     rows = values if has_rows else values.unsqueeze(0)
     for row, part in enumerate(rows):
         fingerprint.add(sketch(part, watcher.seed(call, index, row)), part)

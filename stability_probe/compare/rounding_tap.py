@@ -53,7 +53,7 @@ class ErrorSums:
     @torch.no_grad()
     def add(self, low: Tensor, reference: Tensor) -> None:
         """Count one output; mask fills and values that are not finite are left out."""
-        reference = reference.detach()
+        reference = reference.detach().contiguous()
         error = low.detach().float() - reference
         counted, sampled = error.numel(), len(range(0, error.numel(), BIAS_STRIDE))
         sizes = _norms(error, reference)
@@ -133,6 +133,8 @@ class RoundingTap:
     """Hooks for one replay in a low precision, and what they saw.
 
     Attributes:
+        stride: of the positions that are counted; of a linear layer, which treats positions alike, half of those are,
+            and no other is computed where nothing else needs it.
         outputs, gradients: as in `ReferencePass`.
         modules: by name.
         failed: modules that could not be computed again, with the reason.
@@ -142,6 +144,7 @@ class RoundingTap:
 
     subject: Subject
     backward: BlockGradients
+    stride: int
     outputs: dict[Key, Fingerprint] = field(default_factory=dict)
     gradients: dict[str, Fingerprint] = field(default_factory=dict)
     modules: dict[str, LowStatistics] = field(default_factory=dict)
@@ -163,7 +166,7 @@ class RoundingTap:
         handed_on = call.handed_on() is not None
         for index, values in enumerate(outputs):
             if index or not handed_on:
-                add_output(self.outputs, self.watcher, call, index, values)
+                add_output(self.outputs, self.watcher, call, index, values, self.stride)
         if not handed_on:
             self._measure(statistics, call, outputs[0])
         if call.name in self.subject.anatomy.blocks and outputs[0].requires_grad:
@@ -207,7 +210,7 @@ class RoundingTap:
         within = bool(looked_at) and len(self.watcher.stack) > 1  # an enclosing module may need all of the output
         is_sampled = _treats_positions_alike(call, output)
         if is_sampled and (not within or output.numel() >= LARGE_OUTPUT):
-            output, call = _fewer_positions(output, call)
+            output, call = _fewer_positions(output, call, 2 * self.stride)
         self.watcher.paused = True
         try:
             with ExitStack() as stack:
@@ -222,12 +225,12 @@ class RoundingTap:
         if not handed_on:
             sums = statistics.own.setdefault("output", ErrorSums())
             # A linear layer was computed at the counted positions alone, or because the enclosing module needs all.
-            stride = LINEAR_STRIDE if is_sampled else POSITION_STRIDE
+            stride = 2 * self.stride if is_sampled else self.stride
             _add(sums, output, own, stride if call is made else 1)
         if whole:
             statistics.whole = statistics.whole or ErrorSums()
             rows = looked_at if output.shape[0] == self.watcher.rows else slice(None)
-            _add(statistics.whole, output[rows], [values[rows] for values in whole[:1]])
+            _add(statistics.whole, output[rows], [values[rows] for values in whole[:1]], self.stride)
         if within and call is made and call.depth == 0 and own and own[0].shape == output.shape:
             made.reference = own
 
@@ -245,7 +248,7 @@ class RoundingTap:
                 for index, low in enumerate(before):
                     if id(low) not in passed_on and low.is_floating_point() and len(now) == len(before):
                         site = made.name if index == 0 else f"{made.name}, input {index}"
-                        _add(statistics.own.setdefault(site, ErrorSums()), low, [now[index]])
+                        _add(statistics.own.setdefault(site, ErrorSums()), low, [now[index]], self.stride)
                 return cast_floats(made.output, torch.float32)
 
             return run
@@ -256,9 +259,6 @@ class RoundingTap:
 Replacement = Callable[[list[Call], Callable[..., Any]], Callable[..., Any]]
 
 
-# Of (rows, positions, channels) every second position is counted. A linear layer treats positions alike: every fourth,
-# and no other is computed where nothing else needs it.
-POSITION_STRIDE, LINEAR_STRIDE = 2, 4
 # Whether a module amplifies what its inner modules round is looked at in every fourth row, whatever the rows are
 # grouped in: that needs the inner modules at all positions.
 ROW_STRIDE = 4
@@ -274,17 +274,16 @@ def _treats_positions_alike(call: Call, output: Tensor) -> bool:
     return type(call.module) is nn.Linear and output.dim() == 3 and len(call.args) == 1 and not call.kwargs
 
 
-def _fewer_positions(output: Tensor, call: Call) -> tuple[Tensor, Call]:
+def _fewer_positions(output: Tensor, call: Call, stride: int) -> tuple[Tensor, Call]:
     """A linear layer's call on the positions that are counted."""
-    fewer = (call.args[0][:, ::LINEAR_STRIDE],)
-    return output[:, ::LINEAR_STRIDE], dataclasses.replace(call, args=fewer)
+    return output[:, ::stride], dataclasses.replace(call, args=(call.args[0][:, ::stride],))
 
 
 def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _add(sums: ErrorSums, low: Tensor, reference: list[Tensor], stride: int = POSITION_STRIDE) -> None:
+def _add(sums: ErrorSums, low: Tensor, reference: list[Tensor], stride: int) -> None:
     """Add the first tensor's errors. Further outputs (sines beside cosines) are made by the same code."""
     if not reference or reference[0].shape != low.shape:
         return

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stability_probe.batches.base import Batch
 from stability_probe.compare.backward import BlockGradients
-from stability_probe.compare.reference import Fingerprint, Range, ReferencePass
+from stability_probe.compare.reference import Fingerprint, Range, ReferencePass, position_stride
 from stability_probe.compare.rounding_tap import RoundingTap
 from stability_probe.memory import give_back_free_memory
 from stability_probe.precisions import get_precision
@@ -95,7 +95,7 @@ def run_reference(
 ) -> ReferenceRun:
     """Replay in the purest fp32: roundings that the model's own code makes are undone too."""
     formats = {p.name: (p.operands, p.gradients, p.operands.name in HIDDEN_FORMATS) for p in precisions}
-    tap = ReferencePass(subject, formats)
+    tap = ReferencePass(subject, position_stride(batch.ids_BT.shape[1]), formats)
     heads: list[Head] = []
     outputs = {logits_format(p).name: (OutputSums(), logits_format(p)) for p in precisions}
     peaks: list[Tensor] = []
@@ -121,7 +121,7 @@ def run_reference(
         def run(*args: Any, **kwargs: Any) -> Any:
             if tap.watcher.row not in looked_at:
                 return original(*args, **kwargs)
-            with AttentionTap(record).on(subject.module, sites):
+            with AttentionTap(record, peaks_only=True).on(subject.module, sites):
                 return original(*args, **kwargs)
 
         return run
@@ -142,20 +142,20 @@ def run_reference(
         extra=taps,
         advance=_tidied(advance),
     )
-    norm = trace.global_grad_norm or 0.0
     for total in trace.gradients.total.values() if trace.gradients else ():
         tap.measure_gradient(total)
     weights: dict[str, Range] = {}
     for name, (fmt, _, scaled) in formats.items():
         for parameter in subject.module.parameters():
             weights.setdefault(name, Range()).add(parameter, fmt, scaled)
+    gradients = gradient_fingerprints(trace)
     return ReferenceRun(
         loss=trace.loss,
         token_loss_BT=trace.token_loss_BT,
         has_target_BT=trace.has_target_BT,
-        global_grad_norm=norm,
+        global_grad_norm=whole_norm(gradients),
         tap=tap,
-        gradients=gradient_fingerprints(trace),
+        gradients=gradients,
         heads=heads,
         outputs={name: sums for name, (sums, _) in outputs.items()},
         weight_range=weights,
@@ -170,7 +170,8 @@ def run_low(
     """Replay in a low precision, every module computed again in fp32 on the inputs that it had."""
     names = (*subject.anatomy.blocks, *(n for n in (subject.anatomy.final_norm, subject.anatomy.head) if n))
     rows = sampled_rows(batch.ids_BT.shape[0], microbatch)
-    tap = RoundingTap(subject, BlockGradients(names, rows, precision.loss_scale))
+    stride = position_stride(batch.ids_BT.shape[1])
+    tap = RoundingTap(subject, BlockGradients(names, rows, precision.loss_scale), stride)
     heads = iter(reference.heads)
     variations: list[Tensor] = []
 
@@ -192,13 +193,14 @@ def run_low(
         extra=tap.on,
         advance=_tidied(advance),
     )
+    gradients = gradient_fingerprints(trace)
     return LowRun(
         precision=precision,
         loss=trace.loss,
         token_loss_BT=trace.token_loss_BT,
-        global_grad_norm=trace.global_grad_norm or 0.0,
+        global_grad_norm=whole_norm(gradients),
         tap=tap,
-        gradients=gradient_fingerprints(trace),
+        gradients=gradients,
         variation=torch.cat(variations).mean().item() if variations else math.nan,
         seconds=trace.seconds,
     )
@@ -239,8 +241,13 @@ def gradient_fingerprints(trace: Trace) -> dict[str, Fingerprint]:
     for name, total in trace.gradients.total.items():
         square = torch.linalg.vector_norm(total, dtype=torch.float32).double().square()
         found[name] = Fingerprint(trace.gradients.parameter_sketch[name], square)
-    trace.forget_gradients()
+    trace.gradients.total.clear()
     return found
+
+
+def whole_norm(gradients: dict[str, Fingerprint]) -> float:
+    """Norm of the whole gradient, from those of its parameters."""
+    return math.sqrt(sum(float(found.square) for found in gradients.values()))
 
 
 def _sampled(logits_BTV: Tensor) -> Tensor:

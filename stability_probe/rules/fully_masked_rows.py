@@ -64,7 +64,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     named = tuple(sorted({*rows, *(_lost_rows(m) if lost else ())}))
     layers = tuple(layer for layer, _ in m.blind.real)
     parts = [
-        plural(len(rows), "row") + " of nothing but masked tokens" if rows else "",
+        plural(len(rows), "row") + " whose text is masked" if rows else "",
         f"{plural(real, 'real token')} without a key" if real else "",
         f"{plural(m.blind.padding, 'position')} of left padding" if m.blind.padding else "",
     ]
@@ -80,7 +80,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
                          threshold=t["blind"].value, source=t["blind"].source),
                 Evidence("queries on real tokens without a key, in all layers", real, "", threshold=t["blind"].value,
                          source=t["blind"].source),
-                Evidence("rows whose mask is zero throughout", len(rows), ""),
+                Evidence("rows whose mask leaves out all of their text", len(rows), ""),
             ),
             plans=(
                 Plan("unmask_queries", {"rows": list(rows)}, "every query without a key sees itself"),

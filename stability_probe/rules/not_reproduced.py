@@ -38,6 +38,10 @@ THRESHOLDS = {
         0.002, "relative", "a loss of four digits that is off by a clean factor is no chance",
         "logs print three significant digits and more",
     ),
+    "unexplained": Threshold(
+        0.5, "of what the log shows over the usual", "a replay that shows less than half of it does not show it",
+        "the share from which on an intervention is said to explain",
+    ),
     "clean_ratio": Threshold(
         1.8, "x", "a clean factor counts from two on, and only where the replay itself is at the usual norm",
         "the smallest number of ranks or accumulation steps that can go missing is two",
@@ -117,17 +121,27 @@ def _explained_elsewhere(m: Measurements, log: LogFacts, t: dict[str, Threshold]
     return is_number(logged) and damage >= 0.5 * (logged - m.loss) > 0
 
 
+def _same_gradient(m: Measurements, log: LogFacts, within: float) -> bool:
+    """Whether the logged gradient norm is that of this very batch, in fp32 or in the run's precision."""
+    own = m.precisions.get(m.run_precision)
+    norms = [m.global_grad_norm, own.global_grad_norm if own is not None else math.nan]
+    logged = log.logged_grad_norm
+    return is_number(logged) and any(abs(norm - logged) <= within * norm for norm in norms)
+
+
 def _loss(m: Measurements, log: LogFacts, t: dict[str, Threshold]) -> tuple[str, list[Evidence], float] | None:
     logged, usual = log.logged_loss, log.usual_loss
     if logged is None or usual is None:
         return None
     factor = clean_factor(logged / m.loss, t["exactly"].value) if is_number(logged) and m.loss > 0 else ""
-    # However the log scatters, it does not scatter by exactly two.
-    margin = t["margin"].value if factor else log_margin(m, t["margin"].value, t["sigmas"].value)
+    # However the log scatters, it does not scatter by exactly two, nor away from a batch with the very same gradient.
+    same = _same_gradient(m, log, t["exactly"].value)
+    margin = t["margin"].value if factor or same else log_margin(m, t["margin"].value, t["sigmas"].value)
     usual_margin = log_margin(m, t["margin"].value, t["sigmas"].value)
     healthy = m.loss <= usual + usual_margin
     filtered = logged == 0.0 and usual > t["margin"].value  # a NaN that the trainer's filter logged as zero
-    high = is_number(logged) and logged >= usual + margin and logged - m.loss >= margin
+    apart = max(t["margin"].value, t["unexplained"].value * (logged - usual)) if is_number(logged) else math.nan
+    high = is_number(logged) and logged >= usual + margin and logged - m.loss >= apart
     low = (
         is_number(logged) and usual - logged >= margin and m.loss - logged >= margin and m.loss >= usual - usual_margin
     )
@@ -140,7 +154,7 @@ def _loss(m: Measurements, log: LogFacts, t: dict[str, Threshold]) -> tuple[str,
         Evidence("replayed loss, fp32", m.loss, "nats", usual, "usual loss in the log"),
     ]  # fmt: skip
     strength = abs(logged - m.loss) / margin if high or low else 10.0
-    note = f": {factor} times as much" if factor else ""
+    note = f": {factor} times as much" if factor else ", with the same gradient norm" if same else ""
     return (
         f"The log has a loss of {said} at step {log.step}, the replay {m.loss:.3f} (usual {usual:.3f}){note}",
         evidence,
@@ -244,6 +258,26 @@ RULE = Rule(
             "a clean factor of two",
             {"log": {**_LOG, "logged_loss": 3.41, "logged_grad_norm": 2.0}},
             True,
+        ),
+        Case(
+            "the log scatters by 0.4 and stands 2.4 over its usual, the replay 0.35",
+            {"log": {**_LOG, "usual_loss": 3.05, "loss_spread": 0.39, "logged_loss": 5.45}},
+            True,
+        ),
+        Case(
+            "near miss: the replay shows more than half of it",
+            {"log": {**_LOG, "usual_loss": 3.05, "loss_spread": 0.39, "logged_loss": 5.45}, "loss": 4.4},
+            False,
+        ),
+        Case(
+            "a nat over the replay under the very same gradient norm",
+            {"log": {**_LOG, "loss_spread": 0.4, "logged_loss": 4.4, "logged_grad_norm": 1.0}},
+            True,
+        ),
+        Case(
+            "near miss: the same under another gradient norm",
+            {"log": {**_LOG, "loss_spread": 0.4, "logged_loss": 4.4, "logged_grad_norm": 1.1}},
+            False,
         ),
         Case("near miss: the log agrees", {"log": {**_LOG, "logged_loss": 3.52, "logged_grad_norm": 1.2}}, False),
         Case("near miss: the replay is as bad as the log", {"log": {**_LOG, "logged_loss": 7.9}, "loss": 7.8}, False),

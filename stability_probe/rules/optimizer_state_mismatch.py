@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
 from stability_probe.rules._optimizer import IMPOSSIBLE, NEARLY_ALL, moments_are_torn, with_moments
-from stability_probe.rules._tables import Record, median
+from stability_probe.rules._tables import NAMED_AT_MOST, Record, median, plural
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
@@ -28,6 +28,15 @@ THRESHOLDS = {
         "python benchmarks/healthy_ranges.py (gradient norms over five kinds of text)",
     ),
     "impossible": IMPOSSIBLE,
+    "counter": Threshold(
+        2, "x between the run's step and the optimizer's", "skipped steps and a resumed window move them by far less; "
+        "powers of two are left out: a step may count micro-batches",
+        "torch.optim.AdamW counts its updates in `step`",
+    ),
+    "counted_steps": Threshold(
+        20, "steps of the run", "below, a few skipped steps are half of them",
+        "torch.amp.GradScaler skips a step at each halving of its scale",
+    ),
     "damage": Threshold(
         0.05, "nats", "a step of a healthy run changes the loss of a healthy batch by less",
         "python benchmarks/healthy_ranges.py --optimizer docs (at most 0.0014)",
@@ -46,12 +55,13 @@ PAGE = Page(
     signature=(
         "The sum of squared gradients over the sum of second moments far above 1 in nearly all tensors, with an "
         "ordinary gradient; one simulated step raises the loss of a healthy batch by a lot. Or first moments that no "
-        "gradients with such second moments could have made, which needs no reference."
+        "gradients with such second moments could have made, which needs no reference; moments of another shape than "
+        "their parameter; a counter of updates far from the checkpoint's own step."
     ),
     false_alarms=(
         "Where only some tensors lag it is `stale-second-moment`. A batch with huge gradients lags everywhere as "
         "well: the gradient norm is compared with the baseline's or the log's first. A learning rate that is too "
-        "high does damage with moments that fit."
+        "high does damage with moments that fit. An optimizer that was started anew on purpose counts from zero too."
     ),
     proof="The step is simulated with the second moments of all tensors raised to the squared gradient.",
     remedies=(
@@ -83,7 +93,58 @@ def _high(rows: list[Record]) -> int:
     return sum(not row["g2_over_v"] < 10 for row in rows)
 
 
+def _misfit(m: Measurements) -> Suspect:
+    first, count = m.optimizer_misfits[0], len(m.optimizer_misfits)
+    return Suspect(
+        cause=RULE.slug,
+        summary=f"The moments of {plural(count, 'parameter')} have another shape than the parameter ({first}).",
+        location=Location(parameters=tuple(said.partition(": ")[0] for said in m.optimizer_misfits[:NAMED_AT_MOST])),
+        evidence=(
+            Evidence("parameters whose moments have another shape", count, "", 0, "a state of this model"),
+            Evidence("the first of them", first),
+        ),
+        strength=10.0,
+        latent=True,
+    )
+
+
+def _counter(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
+    """A counter of updates that is not the run's: restarted, frozen, or another run's."""
+    counted, run = (m.optimizer or {}).get("step"), m.checkpoint_step
+    if counted is None or run is None or run < t["counted_steps"].value:
+        return []
+    apart = max(run, counted) / max(min(run, counted), 1)
+    if apart < t["counter"].value or (counted and clean_power(apart)):
+        return []
+    return [
+        Suspect(
+            cause=RULE.slug,
+            summary=f"The optimizer has counted {plural(int(counted), 'update')}, the checkpoint is of step {run}: its "
+            "moments are another step's, unless the optimizer was started anew on purpose.",
+            location=Location(),
+            evidence=(
+                Evidence("updates by the optimizer's counter", counted, "", run, "step of the checkpoint",
+                         f"{t['counter'].value:g} x apart", t["counter"].source),
+            ),
+            strength=1.0,
+            latent=True,
+        )
+    ]  # fmt: skip
+
+
+def clean_power(ratio: float) -> bool:
+    """Whether the ratio is a power of two up to 64 within a per cent: accumulation, counted in micro-batches."""
+    power = round(math.log2(ratio))
+    return 1 <= power <= 6 and abs(ratio / 2**power - 1) < 0.01
+
+
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
+    if m.optimizer_misfits:
+        return [_misfit(m)]
+    return _moments(m, t) or _counter(m, t)
+
+
+def _moments(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     rows = with_moments(m)
     lag = median(row["g2_over_v"] if math.isfinite(row["g2_over_v"]) else 1e30 for row in rows)
     damage = m.step_effect.damage if m.step_effect is not None else math.nan
@@ -126,6 +187,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
 
 
 _ALL = _cases.parameters(everywhere={"g2_over_v": 4e4})
+_OWN = _cases.parameters(everywhere={"g2_over_v": 1.1})
 RULE = Rule(
     slug="optimizer-state-mismatch",
     order=104,
@@ -158,6 +220,23 @@ RULE = Rule(
             },
             False,
         ),
+        Case(
+            "a counter of 40 beside a checkpoint of step 360",
+            {"parameters": _OWN, "optimizer": {"step": 40}, "checkpoint_step": 360},
+            True,
+        ),
+        Case(
+            "near miss: a few skipped steps",
+            {"parameters": _OWN, "optimizer": {"step": 352}, "checkpoint_step": 360},
+            False,
+        ),
+        Case(
+            "near miss: the run counts micro-batches, eight an update",
+            {"parameters": _OWN, "optimizer": {"step": 45}, "checkpoint_step": 360},
+            False,
+        ),
+        Case("near miss: no step is stated", {"parameters": _OWN, "optimizer": {"step": 40}}, False),
+        Case("moments of other shapes", {"optimizer_misfits": ("wte.weight: stored (3, 8), model (8, 3)",)}, True),
         Case("near miss: the step does no damage", {"parameters": _ALL, "step_effect": {"damage": -0.01}}, False),
         Case(
             "first moments that these second moments rule out, before the step has done harm",

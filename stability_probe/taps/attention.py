@@ -80,6 +80,7 @@ def statistics_from_qk(
     mask: Tensor | None = None,
     causal: bool = False,
     first_query: int = 0,
+    peaks_only: bool = False,
 ) -> HeadStatistics:
     """Statistics from queries and keys, as `F.scaled_dot_product_attention` would use them.
 
@@ -88,6 +89,7 @@ def statistics_from_qk(
             below −9 999 count as masked; other biases (ALiBi) shape the weights but not `max_logit`.
         causal: query t sees keys 0…t (as SDPA's `is_causal`).
         first_query: queries before it are left padding and do not count.
+        peaks_only: leave the softmax out, and with it entropies and weights (NaN): a quarter of the time.
     """
     _, H, T, K = query_BHTK.shape
     S = key_BHSK.shape[2]
@@ -118,10 +120,12 @@ def statistics_from_qk(
                 biased = logits + part.float()
         return _Chunk(logits, biased, allowed, free=start + 1 if causal and mask is None else 0)
 
-    return _statistics(chunk, first_query, T)
+    return _statistics(chunk, first_query, T, peaks_only)
 
 
-def statistics_from_logits(logits_BHTS: Tensor, first_query: int = 0) -> HeadStatistics:
+def statistics_from_logits(
+    logits_BHTS: Tensor, first_query: int = 0, *, peaks_only: bool = False
+) -> HeadStatistics:
     """Statistics from the tensor that an eager model hands to softmax, mask already added."""
     T = logits_BHTS.shape[2]
 
@@ -129,12 +133,12 @@ def statistics_from_logits(logits_BHTS: Tensor, first_query: int = 0) -> HeadSta
         logits = logits_BHTS[:, :, start:stop].to(torch.float32, copy=True)
         return _Chunk(logits, logits, ~(logits <= MASKED_SUM))
 
-    return _statistics(chunk, first_query, T)
+    return _statistics(chunk, first_query, T, peaks_only)
 
 
 @torch.no_grad()
-def _statistics(chunk: Chunk, first: int, T: int) -> HeadStatistics:
-    half = first + (T - first) // 2
+def _statistics(chunk: Chunk, first: int, T: int, peaks_only: bool) -> HeadStatistics:
+    half = T if peaks_only else first + (T - first) // 2
     peaks, queries, keys, blind = [], [], [], []
     entropies, tops, top_keys, counted = [], [], [], []
     for start, stop in _spans(first, half, T):
@@ -160,6 +164,9 @@ def _statistics(chunk: Chunk, first: int, T: int) -> HeadStatistics:
         counted.append((part.allowed.sum(-1) >= 2).expand(shape))
     max_logit, span = torch.stack(peaks).max(dim=0)
     query, key = (torch.stack(found).gather(0, span[None]).squeeze(0) for found in (queries, keys))
+    if peaks_only:
+        unknown = torch.full_like(max_logit, math.nan)
+        return HeadStatistics(max_logit, query, key, unknown, unknown, unknown, torch.stack(blind).sum(0))
     valid = torch.cat(counted, dim=-1)
     entropy, top, where = (torch.cat(parts, dim=-1) for parts in (entropies, tops, top_keys))
     many = valid.sum(-1).clamp_min(1)
@@ -187,11 +194,13 @@ class AttentionTap(TorchFunctionMode):
     Attributes:
         record: called with (layer, statistics) once per call.
         first_query: first position of the row that is not left padding.
+        peaks_only: as in `statistics_from_qk`.
     """
 
     record: Callable[[int, HeadStatistics], None]
     stack: list[int] = field(default_factory=list)
     first_query: int = 0
+    peaks_only: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -237,6 +246,7 @@ class AttentionTap(TorchFunctionMode):
                     mask=mask,
                     causal=causal,
                     first_query=self.first_query,
+                    peaks_only=self.peaks_only,
                 )
         elif func in SOFTMAX:
             logits = args[0] if args else kwargs.get("input")
@@ -245,7 +255,7 @@ class AttentionTap(TorchFunctionMode):
                 if logits.dim() == 3:  # (B·H, T, S), as older eager models fold it
                     logits = logits.unsqueeze(0)
                 if logits.dim() == 4 and logits.shape[-1] >= logits.shape[-2]:
-                    return statistics_from_logits(logits, self.first_query)
+                    return statistics_from_logits(logits, self.first_query, peaks_only=self.peaks_only)
         return None
 
 
