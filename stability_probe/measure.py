@@ -184,8 +184,7 @@ class Measurements:
     `rows` (row of the batch): row, loss (NaN without valid targets), valid_targets, tokens (not padding),
         grad_norm (of the row's share of the batch loss), cosine (to the sum of the other rows' gradients, NaN in a
         batch of 1), audit_score, flags (list of slugs, high and critical), spans (list of (start, end, kind,
-        detail)), span_losses (for each span the mean loss and number of the targets inside), reason (str), digits
-        (the audit finds a long run of digits, or mostly digits).
+        detail)), span_losses (for each span the mean loss and number of the targets inside), reason (str).
     `tokens` (worst tokens, at most 50): row, position, token, target, loss, loss_bf16.
 
     Scalars and dicts:

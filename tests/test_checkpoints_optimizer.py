@@ -204,6 +204,17 @@ def test_one_moment_of_another_shape_is_told():
     assert misfits(saved, model) == (f"{name}: {shapes}",)
 
 
+def test_an_embedding_of_another_vocabulary_is_told_whatever_the_groups():
+    model = nanogpt()
+    split = [[p for p in model.parameters() if (p.dim() >= 2) is matrix] for matrix in (True, False)]
+    saved = stepped(torch.optim.AdamW([{"params": part} for part in split]), model)
+    first = saved["state"][0]
+    for moment in ("exp_avg", "exp_avg_sq"):
+        first[moment] = first[moment][:-2]
+    (told,) = misfits(saved, model)
+    assert told.startswith(next(name for name, p in model.named_parameters() if p.dim() >= 2))
+
+
 def test_shards_groups_and_other_models_are_no_misfits():
     model, other = nanogpt(), decoder(bias=True)
     whole = stepped(torch.optim.AdamW(model.parameters()), model)

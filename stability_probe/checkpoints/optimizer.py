@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,33 +70,44 @@ def name_optimizer_state(raw: Mapping[str, Any], model: nn.Module) -> OptimizerS
 def misfits(raw: Mapping[str, Any], model: nn.Module) -> tuple[str, ...]:
     """Parameters whose AdamW moments have another shape, "name: stored …, model …".
 
-    Empty where the file leaves open which parameter is meant (numbers in several groups, another count), and where no
-    shape at all fits: that is how shards and flat buffers look.
+    Empty where the file leaves open which parameter is meant (another count, or several groups that hold the right
+    shapes in an order of their own), and where no shape at all fits: that is how shards and flat buffers look.
     """
     stored = _checked(raw)
     if isinstance(stored, str) or _kind(stored) != "adamw":
         return ()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     written = _written_names(stored)
+    sizes = tuple(len(ids) for ids in stored.ids)
     if written is not None:
         by_canonical = {canonical(name): name for name in shapes}
-        names = [by_canonical.get(canonical(name), name) for name in itertools.chain(*written[0])]
+        orders = [[by_canonical.get(canonical(name), name) for name in itertools.chain(*written[0])]]
     else:
-        names = list(shapes)
-    keys = list(itertools.chain(*stored.ids))
-    if len(keys) != len(names) or (written is None and len(stored.ids) > 1) or not set(names) <= set(shapes):
+        usual = [order for _, order in candidate_orders(model, sizes)]
+        orders = [list(itertools.chain(*order)) for order in usual if tuple(map(len, order)) == sizes]
+    stored_shapes = [_moment_shapes(stored.entries.get(key, {})) for key in itertools.chain(*stored.ids)]
+    permuted = Counter(shape[0] for shape in stored_shapes if shape) == Counter(shapes.values())
+    if written is None and permuted and len([size for size in sizes if size]) > 1:
         return ()
-    entries = [(name, stored.entries.get(key, {})) for name, key in zip(names, keys, strict=True)]
-    known = [
-        (name, tuple(entry[moment].shape))
-        for name, entry in entries
-        for moment in ("exp_avg", "exp_avg_sq")
-        if isinstance(entry.get(moment), Tensor)
-    ]
-    if not any(shape == shapes[name] and math.prod(shape) > 1 for name, shape in known):
-        return ()
-    other = dict((name, shape) for name, shape in known if shape != shapes[name])
-    return tuple(f"{name}: stored {shape}, model {shapes[name]}" for name, shape in other.items())
+    found = [_disagreements(order, stored_shapes, shapes) for order in orders if set(order) <= set(shapes)]
+    return min((told for told in found if told is not None), key=len, default=())
+
+
+def _moment_shapes(entry: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    return [tuple(entry[name].shape) for name in ("exp_avg", "exp_avg_sq") if isinstance(entry.get(name), Tensor)]
+
+
+def _disagreements(
+    names: list[str], stored: list[list[tuple[int, ...]]], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, ...] | None:
+    """What does not fit in this order; None where nothing but single numbers fits."""
+    if not any(shapes[name] in own and math.prod(shapes[name]) > 1 for name, own in zip(names, stored, strict=True)):
+        return None
+    return tuple(
+        f"{name}: stored {wrong[0]}, model {shapes[name]}"
+        for name, own in zip(names, stored, strict=True)
+        if (wrong := [shape for shape in own if shape != shapes[name]])
+    )
 
 
 def _checked(raw: Mapping[str, Any]) -> _Stored | str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
 from stability_probe.rules._optimizer import IMPOSSIBLE, NEARLY_ALL, moments_are_torn, with_moments
-from stability_probe.rules._tables import NAMED_AT_MOST, Record, median, plural
+from stability_probe.rules._tables import NAMED_AT_MOST, Record, median, plural, times
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
@@ -33,6 +33,11 @@ THRESHOLDS = {
         "powers of two are left out: a step may count micro-batches",
         "torch.optim.AdamW counts its updates in `step`",
     ),
+    "more_in_it": Threshold(
+        0.1, "sum g2 / sum v, median over tensors", "second moments ten times what so few updates can have put in; an "
+        "optimizer that was started anew on purpose is near 1",
+        "python benchmarks/healthy_ranges.py --optimizer docs (medians 0.3 to 1.4)",
+    ),
     "counted_steps": Threshold(
         20, "steps of the run", "below, a few skipped steps are half of them",
         "torch.amp.GradScaler skips a step at each halving of its scale",
@@ -56,12 +61,14 @@ PAGE = Page(
         "The sum of squared gradients over the sum of second moments far above 1 in nearly all tensors, with an "
         "ordinary gradient; one simulated step raises the loss of a healthy batch by a lot. Or first moments that no "
         "gradients with such second moments could have made, which needs no reference; moments of another shape than "
-        "their parameter; a counter of updates far from the checkpoint's own step."
+        "their parameter; a counter far from the checkpoint's own step, "
+        "under second moments that so few updates cannot have made."
     ),
     false_alarms=(
         "Where only some tensors lag it is `stale-second-moment`. A batch with huge gradients lags everywhere as "
         "well: the gradient norm is compared with the baseline's or the log's first. A learning rate that is too "
-        "high does damage with moments that fit. An optimizer that was started anew on purpose counts from zero too."
+        "high does damage with moments that fit. An optimizer that was started anew on purpose counts from zero too, "
+        "and its moments are new."
     ),
     proof="The step is simulated with the second moments of all tensors raised to the squared gradient.",
     remedies=(
@@ -109,22 +116,25 @@ def _misfit(m: Measurements) -> Suspect:
 
 
 def _counter(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
-    """A counter of updates that is not the run's: restarted, frozen, or another run's."""
+    """A counter of updates that is not the run's, beside moments that are older than it says."""
+    lag = median(row["g2_over_v"] for row in with_moments(m))
     counted, run = (m.optimizer or {}).get("step"), m.checkpoint_step
     if counted is None or run is None or run < t["counted_steps"].value:
         return []
     apart = max(run, counted) / max(min(run, counted), 1)
-    if apart < t["counter"].value or (counted and clean_power(apart)):
+    if apart < t["counter"].value or (counted and clean_power(apart)) or not lag <= t["more_in_it"].value:
         return []
     return [
         Suspect(
             cause=RULE.slug,
-            summary=f"The optimizer has counted {plural(int(counted), 'update')}, the checkpoint is of step {run}: its "
-            "moments are another step's, unless the optimizer was started anew on purpose.",
+            summary=f"The optimizer has counted {plural(int(counted), 'update')}, the checkpoint is of step {run}, and "
+            f"the second moments are {times(1.0, lag):.2g} times what so few updates leave.",
             location=Location(),
             evidence=(
                 Evidence("updates by the optimizer's counter", counted, "", run, "step of the checkpoint",
                          f"{t['counter'].value:g} x apart", t["counter"].source),
+                Evidence("sum g2 / sum v, median over tensors", lag, "", 1.0, "a state that follows the gradient",
+                         t["more_in_it"].value, t["more_in_it"].source),
             ),
             strength=1.0,
             latent=True,
@@ -188,6 +198,7 @@ def _moments(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
 
 _ALL = _cases.parameters(everywhere={"g2_over_v": 4e4})
 _OWN = _cases.parameters(everywhere={"g2_over_v": 1.1})
+_OLD = _cases.parameters(everywhere={"g2_over_v": 0.05})
 RULE = Rule(
     slug="optimizer-state-mismatch",
     order=104,
@@ -221,21 +232,26 @@ RULE = Rule(
             False,
         ),
         Case(
-            "a counter of 40 beside a checkpoint of step 360",
-            {"parameters": _OWN, "optimizer": {"step": 40}, "checkpoint_step": 360},
+            "a counter of 3 over old moments, beside a checkpoint of step 360",
+            {"parameters": _OLD, "optimizer": {"step": 3}, "checkpoint_step": 360},
             True,
         ),
         Case(
+            "near miss: started anew 40 steps ago, with moments of its own",
+            {"parameters": _OWN, "optimizer": {"step": 40}, "checkpoint_step": 360},
+            False,
+        ),
+        Case(
             "near miss: a few skipped steps",
-            {"parameters": _OWN, "optimizer": {"step": 352}, "checkpoint_step": 360},
+            {"parameters": _OLD, "optimizer": {"step": 352}, "checkpoint_step": 360},
             False,
         ),
         Case(
             "near miss: the run counts micro-batches, eight an update",
-            {"parameters": _OWN, "optimizer": {"step": 45}, "checkpoint_step": 360},
+            {"parameters": _OLD, "optimizer": {"step": 45}, "checkpoint_step": 360},
             False,
         ),
-        Case("near miss: no step is stated", {"parameters": _OWN, "optimizer": {"step": 40}}, False),
+        Case("near miss: no step is stated", {"parameters": _OLD, "optimizer": {"step": 40}}, False),
         Case("moments of other shapes", {"optimizer_misfits": ("wte.weight: stored (3, 8), model (8, 3)",)}, True),
         Case("near miss: the step does no damage", {"parameters": _ALL, "step_effect": {"damage": -0.01}}, False),
         Case(
