@@ -219,7 +219,7 @@ def _index(flat_index: Tensor, weight: Tensor) -> tuple[int, ...]:
 
 ROW_COLUMNS = (
     "row", "loss", "valid_targets", "tokens", "grad_norm", "cosine", "audit_score", "flags", "spans",
-    "span_losses", "reason", "digits",
+    "span_losses", "reason",
 )  # fmt: skip
 
 
@@ -241,7 +241,6 @@ def row_table(batch: Batch, trace: Trace, audit: Any) -> pd.DataFrame:
             "spans": [(int(s.start), int(s.end), s.kind, s.detail) for s in audit.rows[row].spans],
             "span_losses": [_span_loss(trace, row, int(s.start), int(s.end)) for s in audit.rows[row].spans],
             "reason": audit.rows[row].reason,
-            "digits": any(note.detector == "D14" for note in audit.rows[row].notes),
         }
         for row, loss in enumerate(trace.row_losses)
     ]

@@ -135,8 +135,8 @@ TEXT_IDS = 8
 
 def _inverted(ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """(B,) bool: rows whose mask keeps a run of one id alone, padding, and leaves the text out."""
-    found = [len(ids[mask].unique()) == 1 and len(ids[~mask].unique()) >= TEXT_IDS for ids, mask in zip(ids_BT, mask_BT, strict=True)]
-    return torch.tensor(found)
+    pairs = zip(ids_BT, mask_BT, strict=True)
+    return torch.tensor([len(i[m].unique()) == 1 and len(i[~m].unique()) >= TEXT_IDS for i, m in pairs])
 
 
 def blind_count(totals: Any) -> int:

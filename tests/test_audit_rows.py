@@ -522,11 +522,19 @@ def test_a_short_row_of_nothing_but_hexadecimal(bpe: Tokenizer) -> None:
     assert not slugs(audit_rows(ids, tokenizer=bpe).rows[0])
 
 
-def test_a_row_of_numbers_with_separators_is_mentioned_and_not_flagged(bpe: Tokenizer) -> None:
-    rng = np.random.default_rng(5)
-    numbers = bpe.encode(", ".join(f"{value:.9f}" for value in rng.random(200))).ids[:128]
-    prose = bpe.encode("In the year 1984 there were 3 books, and 12 readers of each; " * 12).ids[:128]
-    result = audit_rows(np.array([numbers, prose]), tokenizer=bpe)
-    of_digits = [[note.severity for note in row.notes if note.detector == "D14"] for row in result.rows]
-    assert of_digits == [["info"], []]
-    assert "numeric-runs" not in result.rows[0].flags
+@pytest.mark.parametrize(
+    ("tails", "flags"),
+    [
+        ({0: 30, 2: 51}, "padding-in-loss"),  # two documents that end where they end
+        ({0: 40, 2: 40}, "repeated-tokens"),  # at the same place: planted, or cut
+        ({2: 51}, "repeated-tokens"),  # one row alone says nothing about its id
+    ],
+)
+def test_the_id_that_fills_the_tails_is_padding_where_nothing_names_one(tails: dict[int, int], flags: str) -> None:
+    ids = ordinary(4, 128, seed=8)
+    for row, tail in tails.items():
+        ids[row, -tail:] = 7
+    labels = np.concatenate([ids[:, 1:], np.full((4, 1), -100)], axis=1)
+    rows = audit_rows(ids, labels_BT=labels, labels="shifted", vocab_size=50_000).rows
+    assert [row.row for row in rows if flags in row.flags] == list(tails)
+    assert flags == "padding-in-loss" or not any("padding-in-loss" in row.flags for row in rows)

@@ -31,6 +31,7 @@ REPLACED_SHARE = 0.02
 ENCODED_SHARE = 0.33
 ENCODED_SHARE_SHORT = 0.45  # test vectors in ordinary code fill 0.41 of some rows of 256 tokens
 BLOB_CHANGES = 0.35  # changes between lower, upper and digit per character: base64 0.65, camelCase 0.2–0.3
+HEX_LETTERS = 0.1  # of the characters; random hexadecimal digits are letters in 6 of 16
 MARKUP_SHARE = 0.3
 
 
@@ -68,7 +69,7 @@ def encoded_share(text: str) -> tuple[str, float]:
     if not bare:
         return "", 0.0
     blob = sum(len(word) for word in _BLOB.findall(text) if _is_blob(word))
-    hexes = sum(len(word) for word in _HEX.findall(text) if not word.isdigit() and not word.isalpha())
+    hexes = sum(len(word) for word in _HEX.findall(text) if _is_hex(word))
     kind = "base64-like words" if blob > hexes else "hexadecimal words"
     return kind, max(blob, hexes) / bare
 
@@ -81,7 +82,13 @@ def long_encoded_share(text: str) -> float:
 
 
 def _is_long_hex(word: str) -> bool:
-    return bool(_HEX.fullmatch(word)) and not word.isdigit() and not word.isalpha()
+    return bool(_HEX.fullmatch(word)) and _is_hex(word)
+
+
+def _is_hex(word: str) -> bool:
+    """Digits and letters; a number behind a prefix (0b0110…) has too few letters."""
+    letters = sum(map(str.isalpha, word))
+    return HEX_LETTERS * len(word) <= letters < len(word)
 
 
 def _is_blob(word: str) -> bool:

@@ -16,6 +16,8 @@ SHIFTS = (0, 1, -1, 2, 3, -2)  # the two conventions first: a repetitive row agr
 AGREES = 0.9  # below one: labels that replace a few tokens (noise, masks) are still labels of these ids
 DISAGREES = 0.5
 FEWEST = 8  # labels; fewer agree with a wrong shift by chance
+BARE_PADS = 4  # where no mask shows the padding: two or three of the id at a row's end are chance in a small vocabulary
+TAIL = 8  # tokens of one id at the ends of two rows and more: padding, where nothing says what the padding is
 STRAY_PADS = 2  # the first pad after a document may be its EOS, and is then a right target
 
 
@@ -96,7 +98,8 @@ def padding_note(
     # What a label at t predicts sits at t + shift.
     target_padded = padded[shift:] if shift else padded
     trained = np.flatnonzero(target_padded & (labels[: len(target_padded)] >= 0)) + shift
-    if len(trained) < STRAY_PADS or (pad_id is not None and pad_id == eos_id and len(trained) <= 1):
+    fewest = BARE_PADS if kept is None else STRAY_PADS
+    if len(trained) < fewest or (pad_id is not None and pad_id == eos_id and len(trained) <= 1):
         return None
     start, end = int(trained[0]), int(trained[-1]) + 1
     detail = f"{len(trained)} padded positions ({start}–{end}) carry labels and are trained on"
@@ -126,10 +129,21 @@ def eos_note(ids: Ints, labels: Ints, kept: NDArray[np.bool_] | None, shift: int
 
 
 def inferred_pad(ids_BT: Ints, kept: NDArray[np.bool_] | None) -> int | None:
-    """The id that fills the padding of this batch, where one id does."""
+    """The id that fills the padding of this batch, where one id does; without a mask, the id that fills its tails."""
     if kept is None:
-        return None
+        return _tail_id(ids_BT)
     fills = np.unique(ids_BT[~kept], return_counts=True)
     if not len(fills[0]) or fills[1].max() < 0.9 * fills[1].sum():
         return None
     return int(fills[0][fills[1].argmax()])
+
+
+def _tail_id(ids_BT: Ints) -> int | None:
+    """The one id that ends several rows in runs of different lengths: documents are as long as they are."""
+    if not ids_BT.size:
+        return None
+    changed = ids_BT[:, ::-1] != ids_BT[:, -1:]
+    runs_B = np.where(changed.any(axis=1), changed.argmax(axis=1), 0)  # a row of one id throughout has no text
+    long_B = runs_B >= TAIL
+    ids = set(ids_BT[long_B, -1].tolist())
+    return ids.pop() if len(ids) == 1 and len(set(runs_B[long_B].tolist())) > 1 else None

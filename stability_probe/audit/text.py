@@ -25,7 +25,6 @@ EDGE = 2  # bigrams at either end of a segment: rows are cut inside words and in
 BYTES_PER_TOKEN = 1.6
 WORDS = 2.0  # mean bytes of the vocabulary's own tokens: below, it is a character vocabulary and D7 says nothing
 DIGIT_RUN = 256
-MOSTLY_DIGITS = 0.5  # of the tokens: numbers with their separators; code and prose hold a tenth of that
 ENCODED_TOKENS = 256  # below, a key or a checksum in ordinary code is a third of the row
 WHOLE_ROW = 128  # a window of fewer tokens may lie inside an icon of ordinary code
 ALL_ENCODED = 0.95  # of the text in long words: then there is no ordinary code around it, however short the row
@@ -184,23 +183,18 @@ def _judge_characters(text: str, rows: Content, row: int, notes: Notes) -> None:
 
 
 def _judge_digits(vocabulary: Vocabulary, rows: Content, notes: Notes) -> None:
-    """Long runs of digits; and, for whoever can weigh what they cost, rows that are mostly numbers."""
-    if not vocabulary.size:
+    if rows.ids_BW.shape[1] < DIGIT_RUN or not vocabulary.size:
         return
     digits = np.append(vocabulary.is_digits, False)
     ids = np.where((rows.ids_BW < 0) | (rows.ids_BW >= vocabulary.size), vocabulary.size, rows.ids_BW)
     is_digit = digits[ids]
-    shares_B = np.count_nonzero(is_digit, axis=1) / np.maximum(rows.lengths_B, 1)
-    mostly_B = (rows.lengths_B >= LEAST_TOKENS) & (shares_B >= MOSTLY_DIGITS)
-    for row in np.flatnonzero(mostly_B | (np.count_nonzero(is_digit, axis=1) >= DIGIT_RUN)).tolist():
+    for row in np.flatnonzero(np.count_nonzero(is_digit, axis=1) >= DIGIT_RUN).tolist():
         edges = np.concatenate([[-1], np.flatnonzero(~is_digit[row]), [len(is_digit[row])]])
         gaps = np.diff(edges) - 1
         longest = int(gaps.max())
         if longest >= DIGIT_RUN:
             start = int(edges[gaps.argmax()]) + 1
+            share = is_digit[row].sum() / int(rows.lengths_B[row])
             span = (Span(*rows.place(row, start, start + longest), "digits", f"{longest} tokens"),)
-            detail = f"{longest} digit tokens without a break; {shares_B[row]:.0%} of the row is digits"
+            detail = f"{longest} digit tokens without a break; {share:.0%} of the row is digits"
             notes[row].append(Note("D14", "medium", "numeric-runs", detail, longest / 2048, span))
-        elif mostly_B[row]:
-            detail = f"{shares_B[row]:.0%} of the row is digits"
-            notes[row].append(Note("D14", "info", "numeric-runs", detail, shares_B[row]))

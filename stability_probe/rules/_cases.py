@@ -116,7 +116,6 @@ def rows(changes: Changes | None = None, count: int = ROWS) -> list[Record]:
         {
             "row": row, "loss": 3.3 + 0.1 * (row % 3), "valid_targets": LENGTH - 1, "tokens": LENGTH,
             "grad_norm": 0.3, "cosine": 0.4, "audit_score": 0.05, "flags": [], "spans": [], "reason": "",
-            "digits": False,
         }
         for row in range(count)
     ]  # fmt: skip

@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
 from stability_probe.rules._attention import require_attention
-from stability_probe.rules._tables import Record, is_number, is_trained, log_margin, median, quantile, records
+from stability_probe.rules._tables import Record, clear_margin, is_number, is_trained, median, quantile, records
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
     from stability_probe.measure import Measurements
 
 THRESHOLDS = {
+    "steep": Threshold(
+        5, "x the log's usual gradient norm", "the weights are no longer where training had left them",
+        "the published checklist calls a gradient norm over five times the baseline large",
+    ),
     "hot": Threshold(
         40, "median of the heads' largest logits", "healthy medians are 13 to 17; without 1/root(64) they are eight "
         "times as large",
@@ -120,7 +124,10 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     hot = middle >= t["hot"].value and low >= t["hot_quartile"].value
     # A little-trained model is flat too, and may gain from any sharpening: only a fall from what the run had counts.
     usual = m.log.usual_loss if m.log is not None else None
-    fell = usual is not None and m.loss >= usual + log_margin(m, t["fell"].value, t["sigmas"].value)
+    usual_norm = m.log.usual_grad_norm if m.log is not None else None
+    steep = usual_norm is not None and m.global_grad_norm >= t["steep"].value * usual_norm
+    dearer = usual is not None and m.loss >= usual + clear_margin(m, t["fell"].value, t["sigmas"].value)
+    fell = steep or dearer
     cold = fell and entropy >= t["cold"].value * uniform
     # Layers differ in what they had before the factor came on top: some may be past any limit, and others not.
     partly = fell and not cold and max(largest) >= t["some"].value and low >= t["all"].value
@@ -171,6 +178,16 @@ RULE = Rule(
                 "heads": [{**row, "max_logit": row["max_logit"] / 8, "entropy": 4.4} for row in _cases.heads()],
                 "loss": 5.1,
                 "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05},
+            },
+            True,
+        ),
+        Case(
+            "the scale is applied twice: the loss hardly shows it, the gradient does",
+            {
+                "heads": [{**row, "max_logit": row["max_logit"] / 8, "entropy": 4.4} for row in _cases.heads()],
+                "loss": 3.6,
+                "global_grad_norm": 6.0,
+                "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05, "usual_grad_norm": 1.0},
             },
             True,
         ),

@@ -34,6 +34,15 @@ THRESHOLDS = {
         3, "x the largest error before it", "an error that was there before is inherited; where it jumps it is made",
         "healthy errors grow by under a factor of two from one block to the next",
     ),
+    "leap": Threshold(
+        0.3, "relative", "of this size in one module nothing is ordinary, even where all later layers inherit as much: "
+        "errors end near 1",
+        "rule's own limit for a module, seven times over",
+    ),
+    "far_jump": Threshold(
+        10, "x the largest error before it", "then nothing of it is inherited, however large it is in the layers after",
+        "healthy errors grow by under a factor of two from one block to the next",
+    ),
     "from_rounding": Threshold(
         0.5, "of the gap", "where rounding the logits alone makes most of the gap, the head's level is the cause",
         "rule logit-drift",
@@ -85,7 +94,8 @@ def _introduces(table: list[Record], t: dict[str, Threshold]) -> tuple[Record, f
         ]
         # The lower half of the siblings: the later ones inherit this module's error.
         usual = median(sorted(value for value in siblings if is_number(value))[: max(1, len(siblings) // 2)])
-        stands_out = not is_number(usual) or error >= t["jump"].value * usual
+        leaps = error >= max(t["leap"].value, t["far_jump"].value * before)
+        stands_out = not is_number(usual) or error >= t["jump"].value * usual or leaps
         if error >= t["error"].value and error >= t["jump"].value * before and stands_out:
             return row, before
         before = max(before, error)
@@ -159,6 +169,21 @@ RULE = Rule(
         Case(
             "one MLP alone",
             {"modules": _cases.modules({"model.layers.3.mlp": {"gap_bf16": 0.2}}), "precisions": {"bf16": _BAD_GAP}},
+            True,
+        ),
+        Case(
+            "the first layer spoils all that comes after it",
+            {
+                "modules": _cases.modules(
+                    {
+                        "model.embed_tokens": {"gap_bf16": 0.0},
+                        "model.layers.0.input_layernorm": {"gap_bf16": 0.002},
+                        "model.layers.0.self_attn": {"gap_bf16": 1.8},
+                    },
+                    everywhere={"gap_bf16": 1.0},
+                ),
+                "precisions": {"bf16": _BAD_GAP},
+            },
             True,
         ),
         Case("near miss: ordinary rounding", {"modules": _cases.modules(everywhere={"gap_bf16": 0.016})}, False),

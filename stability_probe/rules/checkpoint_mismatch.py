@@ -12,10 +12,10 @@ from stability_probe.rules import _cases
 from stability_probe.rules._tables import (
     NAMED_AT_MOST,
     Record,
+    clear_margin,
     is_number,
     layer_of,
     layers_of,
-    log_margin,
     median,
     plural,
     records,
@@ -106,7 +106,7 @@ def _loss_shows_it(m: Measurements, t: dict[str, Threshold]) -> tuple[bool, Evid
         )
         source = t["near_ln_v"].source
     else:
-        limit = (usual or 0.0) + log_margin(m, t["excess"].value, t["sigmas"].value)
+        limit = (usual or 0.0) + clear_margin(m, t["excess"].value, t["sigmas"].value)
         source = t["sigmas"].source
     shown = not math.isfinite(m.loss) or m.loss >= limit
     return shown, Evidence("loss of this batch", m.loss, "nats", usual, name, limit, source)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from stability_probe.judge import Case, Page, Rule, Skip, Suspect, Threshold
 from stability_probe.rules import _cases
 from stability_probe.rules._audit import SWAP
-from stability_probe.rules._tables import finite, is_number, log_margin, median, records, reference_loss
+from stability_probe.rules._tables import clear_margin, finite, is_number, median, records, reference_loss
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ THRESHOLDS = {
         "the standard error of the mean over 2 000 tokens of spread 3 nats is 0.07; four of them",
     ),
     "row_errors": Threshold(
-        3, "standard errors of the difference of the two batches' row means",
+        3, "standard errors of the difference of the two batches' row means, more of them where rows are few",
         "a row is one document: rows of one domain scatter by 0.4 nats and more, so four of them say little",
         "4 + 4 rows of Python library code on five healthy tiny models: 0.49 to 0.74 nats apart",
     ),
@@ -34,14 +34,15 @@ THRESHOLDS = {
     ),
     "sigmas": Threshold(6, "robust standard deviations of the logged loss", "the spike rule of long runs",
                         "OLMo-core: a step is skipped at 6 standard deviations over 128 steps"),
-    "clear_shift": Threshold(
-        1, "nats from the log's usual loss", "far enough that fewer standard deviations will do: this is a statement "
-        "about the batch, not a fault",
-        "healthy batches of the benchmark of verdicts whose log scatters by 0.4 and more: up to 1.2 nats",
+    "draws": Threshold(
+        200, "ways to draw the rows", "of rows of one domain, one draw in so many puts all of the batch's above all of "
+        "the baseline's: a rank test, which asks nothing of their scatter",
+        "Mann and Whitney 1947; 4 + 6 rows have 210 ways, 4 + 4 have 70",
     ),
-    "clear_sigmas": Threshold(
-        2.5, "robust standard deviations of the logged loss", "one ordinary step in 160 lies beyond, if nothing is odd",
-        "the same healthy batches: up to 2.1",
+    "apart": Threshold(
+        1.5, "nats from the baseline batch, every row beyond all of the baseline's", "then the scatter of the "
+        "baseline's own rows says nothing against it",
+        "the same margin as the batch excess of the verdict; by chance four rows in seventy draws lie so",
     ),
     "most_rows": Threshold(
         0.75, "of the rows", "a shift moves the batch; one or two odd rows are those rows' affair",
@@ -60,6 +61,11 @@ THRESHOLDS = {
         15, "x the reference's gradient norm", "a script never seen in training is mispredicted with confidence: then "
         "gradients of all positions agree; beyond it the state takes part",
         "eight rows of Japanese on a tiny model of English: 9.1 (python -m benchmarks.verdicts --only Japanese)",
+    ),
+    "misplaced": Threshold(
+        1, "nats below the loss as declared, at another offset of the labels", "text that repeats itself is cheaper one "
+        "position back by half a nat and more; labels that are off are cheaper by nats, and rule label-misalignment's",
+        "random games of chess on a tiny model: 0.6",
     ),
     "embedding": Threshold(
         10, "x median row norm", "a row this large is a fault of the state that only its users see",
@@ -102,7 +108,7 @@ def _well_formed(m: Measurements, t: dict[str, Threshold]) -> bool:
     """Nothing in ids, labels or the rows that they use points to a defect."""
     flagged = any(row["flags"] for row in records(m.rows))
     offsets = {int(k): loss for k, loss in m.offset_losses.items() if is_number(loss)}
-    misplaced = bool(offsets) and 0 in offsets and min(offsets.values()) < offsets[0] - 0.5
+    misplaced = bool(offsets) and 0 in offsets and min(offsets.values()) < offsets[0] - t["misplaced"].value
     large = any(row["norm"] >= t["embedding"].value * row["median_norm"] for row in records(m.embedding_rows))
     return not (flagged or misplaced or large or m.bad_ids)  # fmt: skip
 
@@ -119,16 +125,35 @@ def _row_margin(m: Measurements, t: dict[str, Threshold]) -> float:
     samples = [finite(row["loss"] for row in records(m.rows)), finite(m.baseline_row_losses)]
     if any(len(sample) < 2 for sample in samples):
         return max(t["shift"].value, t["one_row"].value)
-    variance = sum(statistics.variance(sample) / len(sample) for sample in samples)
-    return max(t["shift"].value, t["row_errors"].value * math.sqrt(variance))
+    parts = [statistics.variance(sample) / len(sample) for sample in samples]
+    variance = sum(parts)
+    # Welch and Satterthwaite: what the two spreads, themselves estimated from a few rows, are worth.
+    freedom = variance**2 / (sum(p**2 / (len(s) - 1) for p, s in zip(parts, samples, strict=True)) or math.inf)
+    return max(t["shift"].value, student(t["row_errors"].value, freedom) * math.sqrt(variance))
+
+
+def student(z: float, freedom: float) -> float:
+    """The quantile of Student's t with the tail of `z` standard deviations (Wallace 1959, inverted; within 3 %)."""
+    if not 0 < freedom < 1e6:
+        return z
+    inner = (z * (8 * freedom + 3) / (8 * freedom + 1)) ** 2 / freedom
+    return math.sqrt(freedom * math.expm1(min(inner, 50.0)))
+
+
+def _stands_apart(m: Measurements, t: dict[str, Threshold]) -> bool:
+    """Whether every row costs more than any of the baseline's, and the means are far apart."""
+    own, other = finite(row["loss"] for row in records(m.rows)), finite(m.baseline_row_losses)
+    if len(own) < 4 or len(other) < 4:
+        return False
+    shift = statistics.mean(own) - statistics.mean(other)
+    draws = math.comb(len(own) + len(other), len(own))
+    rare = draws >= t["draws"].value and shift >= t["log_shift"].value
+    return min(own) > max(other) and (rare or shift >= t["apart"].value)
 
 
 def _log_limit(m: Measurements, t: dict[str, Threshold]) -> float:
-    """How far a healthy batch of the run can lie from the log's usual loss, by the scatter of the log and of its rows."""
-    by_log = min(
-        log_margin(m, t["log_shift"].value, t["sigmas"].value),
-        log_margin(m, t["clear_shift"].value, t["clear_sigmas"].value),
-    )
+    """How far a healthy batch can lie from the log's usual loss, by the scatter of the log and of the batch's rows."""
+    by_log = clear_margin(m, t["log_shift"].value, t["sigmas"].value)
     losses = finite(row["loss"] for row in records(m.rows))
     if len(losses) < 2:
         return max(by_log, t["one_row"].value)
@@ -144,8 +169,9 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     limit = _row_margin(m, t) if name == "baseline batch" else _log_limit(m, t)
     losses = finite(row["loss"] for row in records(m.rows))
     shift = m.loss - usual
-    if not is_number(m.loss) or not losses or abs(shift) < limit:
+    if not is_number(m.loss) or not losses or (abs(shift) < limit and not _stands_apart(m, t)):
         return []
+    limit = min(limit, abs(shift))
     # Beside a baseline, text that the tokenizer gives back as it was may cost anything: a script never seen in training
     # is mispredicted with confidence.
     proved = m.tokenizer_known and name == "baseline batch"
@@ -219,6 +245,32 @@ RULE = Rule(
             "a nat and more over a log that scatters",
             {"loss": 4.55, "rows": _HARD, "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.4}},
             True,
+        ),
+        Case(
+            "every row beyond the baseline's dearest, however much those scatter",
+            {
+                "loss": 6.1, "rows": _cases.rows({row: {"loss": 6.0 + 0.1 * row} for row in range(4)}),
+                "baseline_loss": 3.8, "baseline_row_losses": (4.3, 1.3, 4.1, 5.5),
+            },
+            True,
+        ),
+        Case(
+            "eight rows half a nat and more over all of four others",
+            {
+                "loss": 5.08,
+                "rows": _cases.rows({row: {"loss": 4.9 + 0.05 * row} for row in range(8)}, count=8),
+                "baseline_loss": 4.45, "baseline_row_losses": (4.09, 4.34, 4.51, 4.86),
+            },
+            True,
+        ),
+        Case(
+            "near miss: four rows a nat over four others",
+            {
+                "loss": 5.23,
+                "rows": _cases.rows({row: {"loss": loss} for row, loss in enumerate((5.62, 4.58, 5.43, 5.28))}),
+                "baseline_loss": 4.22, "baseline_row_losses": (4.34, 3.68, 4.47, 4.38),
+            },
+            False,
         ),
         Case(
             "near miss: as far over a log that scatters by more",

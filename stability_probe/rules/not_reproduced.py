@@ -118,15 +118,15 @@ def _explained_elsewhere(m: Measurements, log: LogFacts, t: dict[str, Threshold]
         return True
     # One more step, simulated, gives the logged loss: then the optimizer's rules have the cause.
     damage = m.step_effect.damage if m.step_effect is not None else 0.0
-    return is_number(logged) and damage >= 0.5 * (logged - m.loss) > 0
+    return logged - m.loss >= t["margin"].value and damage >= t["unexplained"].value * (logged - m.loss)
 
 
 def _same_gradient(m: Measurements, log: LogFacts, within: float) -> bool:
     """Whether the logged gradient norm is that of this very batch, in fp32 or in the run's precision."""
     own = m.precisions.get(m.run_precision)
     norms = [m.global_grad_norm, own.global_grad_norm if own is not None else math.nan]
-    logged = log.logged_grad_norm
-    return is_number(logged) and any(abs(norm - logged) <= within * norm for norm in norms)
+    logged = log.logged_grad_norm if log.logged_grad_norm is not None else math.nan
+    return any(abs(norm - logged) <= within * norm for norm in norms)
 
 
 def _loss(m: Measurements, log: LogFacts, t: dict[str, Threshold]) -> tuple[str, list[Evidence], float] | None:
@@ -293,6 +293,11 @@ RULE = Rule(
                 "precisions": {"fp16": {"loss": _cases.NAN, "nonfinite": 40}},
             },
             False,
+        ),
+        Case(
+            "the loss agrees to the last digit, and the next step does some harm",
+            {"log": {**_LOG, "logged_loss": 3.4000001, "logged_grad_norm": 32.0}, "step_effect": {"damage": 0.01}},
+            True,
         ),
         Case(
             "near miss: the simulated step explains it",

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from stability_probe.judge import Case, Page, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
 from stability_probe.rules._audit import MEDIUM_SCORE, content_suspect, flagged_rows
-from stability_probe.rules._tables import records
 from stability_probe.schema import Remedy
 
 if TYPE_CHECKING:
@@ -44,10 +43,7 @@ PAGE = Page(
 
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     rows = flagged_rows(m, RULE.slug, t["score"].value)
-    if rows:
-        return [content_suspect(m, RULE.slug, rows, "a long run of digits", t["score"])]
-    mostly = [row for row in records(m.rows) if row["digits"] and not row["flags"]]
-    return [content_suspect(m, RULE.slug, mostly, "mostly digits", t["score"])] if mostly else []
+    return [content_suspect(m, RULE.slug, rows, "a long run of digits", t["score"])] if rows else []
 
 
 _DIGITS = {
@@ -64,12 +60,6 @@ RULE = Rule(
     cases=(
         Case("a run of 260 digits", {"rows": _cases.rows({1: _DIGITS})}, True),
         Case("a flagged dump", {"rows": _cases.rows({1: {**_DIGITS, "flags": ["numeric-runs"]}})}, True),
-        Case("numbers with separators fill a row", {"rows": _cases.rows({1: {"loss": 5.2, "digits": True}})}, True),
-        Case(
-            "near miss: such a row that the audit flags for something else",
-            {"rows": _cases.rows({1: {"loss": 5.2, "digits": True, "flags": ["repeated-tokens"]}})},
-            False,
-        ),
         Case(
             "near miss: a table of numbers, below medium",
             {"rows": _cases.rows({1: {**_DIGITS, "audit_score": 0.2}})},

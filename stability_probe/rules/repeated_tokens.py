@@ -64,7 +64,9 @@ def _heavy(row: Record, t: dict[str, Threshold]) -> bool:
 
 
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
-    rows = flagged_rows(m, RULE.slug, t["score"].value)
+    # Where the mask leaves out a row's text, what repeats is the padding that it keeps: the mask is the matter.
+    masked = set(m.blind.rows) if m.blind is not None else set()
+    rows = [row for row in flagged_rows(m, RULE.slug, t["score"].value) if int(row["row"]) not in masked]
     if not rows:
         return []
     latent = any(_heavy(row, t) for row in rows)
@@ -87,6 +89,11 @@ RULE = Rule(
     cases=(
         Case("a two-token n-gram over most of one row", {"rows": _cases.rows({3: _repeats(0.7, 20, 110)})}, True),
         Case("a single-token row", {"rows": _cases.rows({0: _repeats(1.0, 0, 128)})}, True),
+        Case(
+            "near miss: a row whose mask keeps the padding and hides the text",
+            {"rows": _cases.rows({3: _repeats(1.0, 60, 128)}), "blind": {"rows": (3,)}},
+            False,
+        ),
         Case(
             "near miss: a table, a medium finding",
             {"rows": _cases.rows({1: {**_repeats(0.4, 20, 60), "flags": []}})},

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._tables import Record, is_number, log_margin, median, quantile, records
+from stability_probe.rules._tables import Record, clear_margin, is_number, median, quantile, records, times
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ THRESHOLDS = {
     "sigmas": Threshold(
         4, "robust standard deviations of the logged loss", "the growth is the finding, and the loss need only agree: "
         "less than the 6 of a spike rule", "OLMo-core: a step is skipped at 6 standard deviations over 128 steps",
+    ),
+    "written": Threshold(
+        1 / 3, "x, the first block's output projection over the largest later one", "decides only whether that repair "
+        "is tried; trained projections of one kind differ by less than a factor of two or three",
+        "python benchmarks/healthy_ranges.py (rms / median of siblings)",
     ),
     "fewest_blocks": Threshold(
         4, "blocks", "a trend needs a few points", "three ratios are the fewest whose quartile means something"
@@ -151,7 +156,7 @@ def _by_size(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     steady = usual >= t["per_block"].value and total >= t["total"].value
     # A stream may also have been trained to grow: where its factors differ, the loss must stand above what it was.
     before = m.log.usual_loss if m.log is not None else None
-    fell = before is not None and m.loss >= before + log_margin(m, t["fell"].value, t["sigmas"].value)
+    fell = before is not None and m.loss >= before + clear_margin(m, t["fell"].value, t["sigmas"].value)
     uneven = fell and usual >= t["uneven_block"].value and total / max(steps) >= t["without_jump"].value
     if not (steady or uneven):
         return []
@@ -164,6 +169,9 @@ def _by_size(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     if not steady:
         told = "each block's output projections over the stream's growth up to it"
         repairs = [(_by_block(m, blocks, outputs), told)]
+    as_first = _as_in_first(m, outputs)
+    if min(as_first.values(), default=1.0) <= t["written"].value:
+        repairs.append((as_first, "output projections at the size of the first block's"))
     worst = max(range(len(steps)), key=lambda at: steps[at]) + 1
     return [
         Suspect(
@@ -194,6 +202,15 @@ def _by_block(m: Measurements, blocks: list[Record], outputs: list[str]) -> dict
     first = size[min(size)]
     layer = {row["parameter"]: int(row["layer"]) for row in records(m.parameters)}
     return {name: min(1.0, first / size.get(layer[name], first)) for name in outputs}
+
+
+def _as_in_first(m: Measurements, outputs: list[str]) -> dict[str, float]:
+    """What gives each output projection the rms of the same one in the first block, where it is larger."""
+    rows = [row for row in records(m.parameters) if row["parameter"] in outputs]
+    first: dict[str, float] = {}
+    for row in sorted(rows, key=lambda row: row["layer"]):
+        first.setdefault(row["kind"], row["rms"])
+    return {row["parameter"]: min(1.0, times(first[row["kind"]], row["rms"])) for row in rows if row["rms"] > 0}
 
 
 def writes_residual(row: Record) -> bool:

@@ -25,6 +25,10 @@ THRESHOLDS = {
         "that is stale stands alone",
         "python benchmarks/healthy_ranges.py --optimizer docs",
     ),
+    "some_damage": Threshold(
+        0.0, "nats", "a vector that lags is dangerous where the step with it does any harm, or cannot be tried",
+        "python benchmarks/healthy_ranges.py --optimizer docs (a healthy step lowers the loss)",
+    ),
     "latent_x_others": Threshold(
         1e3, "x the lower quartile over tensors", "a step 30 times the usual size is waiting for any gradient at all",
         "an update scales with the root of g2/v",
@@ -90,7 +94,9 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
         return []
     damage = m.step_effect.damage if m.step_effect is not None else math.nan
     least = t["latent_x_others" if gradient_is_usual(m) else "latent_x_others_alone"].value
-    latent = any(lagging(row) >= least * max(usual, 1.0) for row in hot)
+    lag = [row for row in hot if lagging(row) >= least * max(usual, 1.0)]
+    # A gain or bias of which the step, tried, makes nothing is no danger by itself.
+    latent = any(len(row["shape"]) >= 2 for row in lag) or bool(lag and not damage < t["some_damage"].value)
     if not (damage > 0 or latent):
         return []
     return [_suspect(m, hot, len(rows), usual, damage, latent, t)]

@@ -123,9 +123,7 @@ def statistics_from_qk(
     return _statistics(chunk, first_query, T, peaks_only)
 
 
-def statistics_from_logits(
-    logits_BHTS: Tensor, first_query: int = 0, *, peaks_only: bool = False
-) -> HeadStatistics:
+def statistics_from_logits(logits_BHTS: Tensor, first_query: int = 0, *, peaks_only: bool = False) -> HeadStatistics:
     """Statistics from the tensor that an eager model hands to softmax, mask already added."""
     T = logits_BHTS.shape[2]
 
