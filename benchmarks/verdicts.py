@@ -7,6 +7,7 @@
     python -m benchmarks.verdicts --split later            # a third set of both, made before any rule was run on it
     python -m benchmarks.verdicts --split last             # a fourth, made in the same way
     python -m benchmarks.verdicts --split sixth            # a fifth, made in the same way
+    python -m benchmarks.verdicts --split seventh          # one more, made in the same way
 
 The first run trains the models (minutes); they are kept in ~/.cache/stability_probe.
 Before each diagnosis the incident's naive check runs; one that is not what it claims to be counts as a crash.
@@ -174,7 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How often are the verdicts right?")
     parser.add_argument("--share", type=float, default=1.0, help="of the incidents, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--split", choices=["choose", "held-out", "fresh", "later", "last", "sixth"])
+    parser.add_argument("--split", choices=["choose", "held-out", "fresh", "later", "last", "sixth", "seventh"])
     parser.add_argument("--only", default="", help="incidents whose name or cause holds this")
     parser.add_argument("--misses", action="store_true", help="say more of each miss")
     options = parser.parse_args()
