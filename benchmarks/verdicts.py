@@ -24,13 +24,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
-from fixtures.verdict_incident import Incident, Truth
+from fixtures.verdict_incident import Incident, Split, Truth
 from fixtures.verdict_incidents import INCIDENTS, drawn
 from stability_probe.pipeline import run
 from stability_probe.schema import Location, Report
 
-TOP_1, LOCATION = 0.97, 0.95
+# Least top-1 and location accuracy: on the splits that rules may be looked at on, and on those that were made without
+# any rule at hand, where clear faults are somebody else's idea of clear.
+FLOORS = {split: (0.97, 0.95) if split in ("choose", "held-out") else (0.92, 0.9) for split in get_args(Split)}
 SLACK = 13  # tokens by which a span may begin early or late: the longest period of a repetition
 
 
@@ -147,7 +150,7 @@ def summary(results: Sequence[Result]) -> str:
     rows = [
         f"{'':10s} {'incidents':>9s}  {'top-1':>15s}  {'top-2':>15s}  {'location':>15s}  {'false alarms':>12s}  crashes"
     ]
-    for name in ("choose", "held-out", "fresh", "later", "last", "all"):
+    for name in (*FLOORS, "all"):
         own = [result for result in results if name in ("all", result.incident.split)]
         healthy = [result for result in own if result.incident.truth.healthy]
         rows.append(
@@ -171,11 +174,21 @@ def confusion(results: Sequence[Result]) -> str:
     return "\n".join(rows)
 
 
+def below_floor(results: Sequence[Result]) -> list[str]:
+    """The splits on which too few verdicts, or too few places, are right."""
+    poor = []
+    for split, (top_1, location) in FLOORS.items():
+        own = [result for result in results if result.incident.split == split]
+        if share([r.right for r in own]) < top_1 or share(located(own)) < location:
+            poor.append(split)
+    return poor
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="How often are the verdicts right?")
     parser.add_argument("--share", type=float, default=1.0, help="of the incidents, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--split", choices=["choose", "held-out", "fresh", "later", "last", "sixth", "seventh"])
+    parser.add_argument("--split", choices=list(FLOORS))
     parser.add_argument("--only", default="", help="incidents whose name or cause holds this")
     parser.add_argument("--misses", action="store_true", help="say more of each miss")
     options = parser.parse_args()
@@ -191,8 +204,7 @@ def main() -> None:
             print(f"     named {', '.join(results[-1].named)}: {results[-1].told}")
     print(f"\n{confusion(results)}\n\n{summary(results)}")
     full = options.share >= 1 and not options.only
-    poor = share([r.right for r in results]) < TOP_1 or share(located(results)) < LOCATION
-    if full and (poor or false_alarms(results) or any(r.problem for r in results)):
+    if full and (below_floor(results) or false_alarms(results) or any(r.problem for r in results)):
         sys.exit(1)
 
 

@@ -227,3 +227,19 @@ def test_a_nan_among_the_elements_does_not_become_the_median():
         model.get_parameter(name)[0, 0] = math.nan
     reading = trial("replace_elements", bench_of(model), parameter=name, indices=[(0, 0)])
     assert math.isfinite(reading["loss"])
+
+
+def test_a_head_without_what_its_rows_share_gives_the_same_probabilities():
+    model = decoder()
+    name = Subject.of(model).anatomy.head
+    with torch.no_grad():
+        model.get_submodule(name).weight += 40.0 * torch.randn(1, model.get_submodule(name).in_features)
+    bench = bench_of(model)
+    before = snapshot(model)
+    in_fp32 = trial("centre_head", bench, module=name, precision="fp32")
+    assert in_fp32["loss"] == pytest.approx(bench.trace.loss, abs=1e-3)
+    whole = trial("change_precision", bench, precision="bf16")["precision_gap"]
+    assert trial("centre_head", bench, module=name)["precision_gap"] < 0.2 * whole
+    assert all(torch.equal(p, before[key][1]) for key, p in model.named_parameters())
+    with pytest.raises(CannotRun, match="linear head"):
+        trial("centre_head", bench, module=Subject.of(model).anatomy.final_norm)

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.verdicts import Result, confusion, diagnose, found, located, share, summary
+from benchmarks.verdicts import Result, below_floor, confusion, diagnose, found, located, share, summary
 from fixtures.fresh_runs import SMOLLM2
 from fixtures.verdict_faults import FAULTS
 from fixtures.verdict_healthy import HEALTHY
@@ -128,3 +128,11 @@ def test_the_summary_counts_hits_places_and_false_alarms():
     assert "1/2" in rows["held-out"] and "50.0% (2/4)" in rows["all"]
     assert "5 x one forward" in summary(results)
     assert "= 1, b 1" in confusion(results).splitlines()[0]
+
+
+def test_each_split_has_a_floor_of_its_own():
+    right = [made("a", "a", split="seventh") for _ in range(12)]
+    assert below_floor([*right, made("a", "b", split="seventh")]) == []
+    assert below_floor([*right, *(made("a", "b", split="seventh") for _ in range(2))]) == ["seventh"]
+    assert below_floor([*right, *(made("a", "a") for _ in range(12)), made("a", "b")]) == ["choose"]
+    assert below_floor([made("a", "a", where=False, split="last")]) == ["last"]

@@ -11,6 +11,7 @@ swap_baseline (): the baseline batch in place of this one: the batch's whole exc
 clip_heads (gammas: {(layer, head): factor}): that head's logits × factor, through its rows of W_q and W_k
     (W_q alone under grouped-query attention).
 clip_gains (gammas: {layer: factor}): q_norm and k_norm gains of the layer, each × √factor.
+centre_head (module: str, precision: str): what all rows of the head share, taken out of them.
 recentre_logits (precision: str): log Z subtracted from the logits before they are rounded.
 replace_elements (parameter: str, indices: list[tuple]): those elements set to the tensor's median.
 rescale_tensor (parameter: str, factor: float): the whole tensor × factor.

@@ -43,6 +43,11 @@ THRESHOLDS = {
         10, "x the largest error before it", "then nothing of it is inherited, however large it is in the layers after",
         "healthy errors grow by under a factor of two from one block to the next",
     ),
+    "drifted": Threshold(
+        256, "mean |log Z|", "a head that loses precision at such a level is the echo: the level itself is the cause, "
+        "logit-drift",
+        "bf16 numbers there are two apart; rule logit-drift",
+    ),
     "from_rounding": Threshold(
         0.5, "of the gap", "where rounding the logits alone makes most of the gap, the head's level is the cause",
         "rule logit-drift",
@@ -118,6 +123,8 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     if not found:
         return []
     row, before = found
+    if row["role"] == "head" and abs(m.log_z_mean) >= t["drifted"].value:
+        return []
     return [
         Suspect(
             cause=RULE.slug,
@@ -184,6 +191,20 @@ RULE = Rule(
                 ),
                 "precisions": {"bf16": _BAD_GAP},
             },
+            True,
+        ),
+        Case(
+            "near miss: a head whose logits have drifted by two thousand",
+            {
+                "modules": _cases.modules({"lm_head": {"gap_bf16": 0.09}}),
+                "precisions": {"bf16": _BAD_GAP},
+                "log_z_mean": -1992.0,
+            },
+            False,
+        ),
+        Case(
+            "a head",
+            {"modules": _cases.modules({"lm_head": {"gap_bf16": 0.3}}), "precisions": {"bf16": _BAD_GAP}},
             True,
         ),
         Case("near miss: ordinary rounding", {"modules": _cases.modules(everywhere={"gap_bf16": 0.016})}, False),

@@ -100,15 +100,18 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
             Evidence("of it from rounding the logits alone", share, "", threshold=t["from_rounding"].value,
                      source=t["from_rounding"].source),
         ]  # fmt: skip
+    head = _head(m)
+    plans = [Plan("recentre_logits", {"precision": "bf16"}, "log Z subtracted from the logits before rounding")]
+    if head is not None and not m.output_softcap:
+        told = "what all rows of the head share taken out of them"
+        plans.append(Plan("centre_head", {"module": head, "precision": "bf16"}, told))
     return [
         Suspect(
             cause=RULE.slug,
             summary=f"Mean log Z is {m.log_z_mean:.0f}, where bf16 numbers are {spacing:g} apart{cost}.",
-            location=Location(module=_head(m)),
+            location=Location(module=head),
             evidence=tuple(evidence),
-            plans=(
-                Plan("recentre_logits", {"precision": "bf16"}, "log Z subtracted from the logits before rounding"),
-            ),
+            plans=tuple(plans),
             strength=max(spacing / t["spacing"].value, gap.token_gap / t["token_gap"].value if known and gap else 0.0),
             measures=("precision_gap",),
             latent=spacing >= t["latent_spacing"].value,

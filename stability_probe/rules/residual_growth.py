@@ -44,7 +44,7 @@ THRESHOLDS = {
     ),
     "fell": Threshold(
         0.5, "nats over the usual loss in the log", "growth that was trained costs what the run was used to",
-        "as in rule attention-scale",
+        "little-trained models, as in rule attention-scale",
     ),
     "sigmas": Threshold(
         4, "robust standard deviations of the logged loss", "the growth is the finding, and the loss need only agree: "
