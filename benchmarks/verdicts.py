@@ -6,8 +6,8 @@
     python -m benchmarks.verdicts --split fresh            # other architectures and texts; SmolLM2 where it is cached
     python -m benchmarks.verdicts --split later            # a third set of both, made before any rule was run on it
     python -m benchmarks.verdicts --split last             # a fourth, made in the same way
-    python -m benchmarks.verdicts --split sixth            # a fifth, made in the same way
-    python -m benchmarks.verdicts --split seventh          # one more, made in the same way
+    python -m benchmarks.verdicts --split sixth            # and two more
+    python -m benchmarks.verdicts --split seventh
 
 The first run trains the models (minutes); they are kept in ~/.cache/stability_probe.
 Before each diagnosis the incident's naive check runs; one that is not what it claims to be counts as a crash.
@@ -32,7 +32,7 @@ from stability_probe.pipeline import run
 from stability_probe.schema import Location, Report
 
 # Least top-1 and location accuracy: on the splits that rules may be looked at on, and on those that were made without
-# any rule at hand, where clear faults are somebody else's idea of clear.
+# any rule at hand, where five points less are asked for: what is clear there was nobody's threshold.
 FLOORS = {split: (0.97, 0.95) if split in ("choose", "held-out") else (0.92, 0.9) for split in get_args(Split)}
 SLACK = 13  # tokens by which a span may begin early or late: the longest period of a repetition
 

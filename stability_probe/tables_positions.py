@@ -135,8 +135,11 @@ TEXT_IDS = 8
 
 def _inverted(ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """(B,) bool: rows whose mask keeps a run of one id alone, padding, and leaves the text out."""
-    pairs = zip(ids_BT, mask_BT, strict=True)
-    return torch.tensor([len(i[m].unique()) == 1 and len(i[~m].unique()) >= TEXT_IDS for i, m in pairs])
+    found = []
+    for ids_T, kept_T in zip(ids_BT, mask_BT, strict=True):
+        one = int(kept_T.sum()) > 1 and len(ids_T[kept_T].unique()) == 1
+        found.append(one and len(ids_T[~kept_T].unique()) >= TEXT_IDS)
+    return torch.tensor(found)
 
 
 def blind_count(totals: Any) -> int:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from stability_probe.audit import encodings
 from stability_probe.audit.baseline import Baseline
 from stability_probe.audit.batch import audit_batch, should_skip_batch
+from stability_probe.audit.encodings import encoded_share
 from stability_probe.audit.result import RowAudit
 from stability_probe.audit.rows import audit_rows
 from stability_probe.audit.text import preserved_bigrams
@@ -533,8 +534,24 @@ def test_a_short_row_of_nothing_but_hexadecimal(bpe: Tokenizer) -> None:
 def test_the_id_that_fills_the_tails_is_padding_where_nothing_names_one(tails: dict[int, int], flags: str) -> None:
     ids = ordinary(4, 128, seed=8)
     for row, tail in tails.items():
-        ids[row, -tail:] = 7
+        ids[row, -tail:] = 49_000
     labels = np.concatenate([ids[:, 1:], np.full((4, 1), -100)], axis=1)
     rows = audit_rows(ids, labels_BT=labels, labels="shifted", vocab_size=50_000).rows
     assert [row.row for row in rows if flags in row.flags] == list(tails)
     assert flags == "padding-in-loss" or not any("padding-in-loss" in row.flags for row in rows)
+
+
+def test_a_token_of_the_text_that_fills_two_tails_is_no_padding() -> None:
+    ids = ordinary(4, 128, seed=8)
+    ids[:, ::6] = 7
+    ids[0, -30:], ids[2, -51:] = 7, 7
+    labels = np.concatenate([ids[:, 1:], np.full((4, 1), -100)], axis=1)
+    rows = audit_rows(ids, labels_BT=labels, labels="shifted", vocab_size=50_000).rows
+    assert not any("padding-in-loss" in row.flags for row in rows) and "repeated-tokens" in rows[2].flags
+
+
+@pytest.mark.parametrize("width", [8, 2600])
+def test_binary_literals_are_not_hexadecimal(width: int) -> None:
+    text = " ".join("0b" + "01101001" * (width // 8) for _ in range(max(1, 2600 // width)))
+    assert encoded_share(text)[1] == 0.0
+    assert encoded_share("3f9a 77c1 0be2 " * 90)[1] > 0.9

@@ -222,3 +222,32 @@ def test_kept_in_fp32_shrinks_the_gap(decoder: nn.Module) -> None:
     assert get_precision(everything).keep_fp32
     found = compare_precisions(Subject.of(decoder), small_batch(), ["bf16", everything]).precisions
     assert found[everything].token_gap < 0.05 * found["bf16"].token_gap
+
+
+def test_long_rows_are_looked_at_at_every_fourth_position() -> None:
+    assert [position_stride(positions) for positions in (20, 255, 256, 4096)] == [2, 2, 4, 4]
+    decoder_256 = Decoder(DecoderConfig(61, n_layer=2, n_head=2, d_model=16, max_positions=256)).eval()
+    ids = torch.randint(0, 61, (1, 256), generator=torch.Generator().manual_seed(0))
+    long = Batch(ids, torch.cat([ids[:, 1:], torch.full((1, 1), IGNORED)], 1))
+    layer = decoder_256.blocks[1].mlp.up_proj  # type: ignore[union-attr,index]
+    seen: list[tuple[Tensor, Tensor]] = []
+    handle = layer.register_forward_hook(lambda _m, args, out: seen.append((args[0].detach(), out.detach())))
+    replay(Subject.of(decoder_256), long, "bf16", detail=False)
+    handle.remove()
+    (given, low), exact = seen[0], layer(seen[0][0].float())
+    assert given.shape[1] == 256
+    error = (low[:, ::8].float() - exact[:, ::8]).norm() / exact[:, ::8].norm()
+    found = compare_precisions(Subject.of(decoder_256), long, ["bf16"]).precisions["bf16"]
+    m = next(m for m in found.modules if m.module == "blocks.1.mlp.up_proj")
+    assert m.introduced_error == pytest.approx(error.item(), rel=1e-4)
+
+
+def test_a_bias_is_seen_beside_a_position_of_massive_activations() -> None:
+    x = torch.randn(1, 64, 700, generator=torch.Generator().manual_seed(3))
+    x[:, 0] *= 1e4
+    truncated = (x.view(torch.int32) & ~0xFFFF).view(torch.float32)
+    toward_zero, nearest = ErrorSums(), ErrorSums()
+    toward_zero.add(truncated, x)
+    nearest.add(x.bfloat16().float(), x)
+    assert toward_zero.bias("outward")[0] < -0.6 and toward_zero.bias("outward")[1] < -20
+    assert abs(nearest.bias("outward")[0]) < 0.05

@@ -16,6 +16,7 @@ from stability_probe.rules._tables import median, quantile
 from stability_probe.rules.attention_logit_growth import RULE as GROWTH
 from stability_probe.rules.attention_scale import uniform_entropy
 from stability_probe.rules.corrupt_weights import flipped_bit
+from stability_probe.rules.data_shift import student
 from stability_probe.rules.label_misalignment import RULE as LABELS
 from stability_probe.rules.label_misalignment import _testified
 from stability_probe.rules.logit_drift import bf16_spacing
@@ -199,10 +200,19 @@ def test_a_head_that_only_this_batch_makes_hot_is_no_latent_danger(on_baseline: 
     assert [suspect.latent for suspect in suspects] == [latent]
 
 
-@pytest.mark.parametrize(("log_z", "latent"), [(300.0, [True]), (70.0, [True]), (60.0, [])])
+@pytest.mark.parametrize(("log_z", "latent"), [(300.0, [True]), (130.0, [True]), (70.0, [False]), (60.0, [])])
 def test_a_router_whose_choice_is_lost_in_rounding_is_a_latent_danger(log_z: float, latent: list[bool]) -> None:
     (rule,) = [rule for rule in RULES if rule.slug == "router-collapse"]
     tables = next(case.tables for case in rule.cases if case.name == "logits in the hundreds")
     routers = (tables["routers"][0], {**tables["routers"][1], "log_z": log_z})
     suspects, _ = judge((rule,), measurements_from({"routers": routers}))
     assert [suspect.latent for suspect in suspects] == latent
+
+
+def test_the_margin_of_few_rows_is_near_that_of_students_t() -> None:
+    """Twin: the quantiles of t that leave out 0.27 % (GUM 1995, table G.2)."""
+    exact = {3: 9.22, 4: 6.62, 5: 5.51, 10: 3.96, 20: 3.42, 40: 3.20}
+    for freedom, known in exact.items():
+        assert student(3.0, freedom) == pytest.approx(known, rel=0.07)
+    assert student(3.0, 1.2) == student(3.0, 3.0)
+    assert student(3.0, math.inf) == 3.0

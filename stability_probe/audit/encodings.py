@@ -20,6 +20,7 @@ _LATIN_WORD = re.compile("[A-Za-zÀ-ÖØ-öø-ÿ]+")
 _HIGH_WORD = re.compile("[À-ÖØ-öø-ÿ]{4,}")
 _BLOB = re.compile(r"[A-Za-z0-9+/_=-]{32,}")
 _HEX = re.compile(r"(?<![0-9A-Za-z])(?:[0-9a-f]{4,}|[0-9A-F]{4,})(?![0-9A-Za-z])")
+_BINARY = re.compile("0b[01]+")
 _SPACE = re.compile(r"\s+")
 _TAG = re.compile(r"</?[A-Za-z][^<>]{0,300}>")
 
@@ -31,7 +32,6 @@ REPLACED_SHARE = 0.02
 ENCODED_SHARE = 0.33
 ENCODED_SHARE_SHORT = 0.45  # test vectors in ordinary code fill 0.41 of some rows of 256 tokens
 BLOB_CHANGES = 0.35  # changes between lower, upper and digit per character: base64 0.65, camelCase 0.2–0.3
-HEX_LETTERS = 0.1  # of the characters; random hexadecimal digits are letters in 6 of 16
 MARKUP_SHARE = 0.3
 
 
@@ -86,9 +86,8 @@ def _is_long_hex(word: str) -> bool:
 
 
 def _is_hex(word: str) -> bool:
-    """Digits and letters; a number behind a prefix (0b0110…) has too few letters."""
-    letters = sum(map(str.isalpha, word))
-    return HEX_LETTERS * len(word) <= letters < len(word)
+    """Digits and letters, and no binary number behind its prefix."""
+    return not word.isdigit() and not word.isalpha() and not _BINARY.fullmatch(word)
 
 
 def _is_blob(word: str) -> bool:

@@ -146,4 +146,9 @@ def _tail_id(ids_BT: Ints) -> int | None:
     runs_B = np.where(changed.any(axis=1), changed.argmax(axis=1), 0)  # a row of one id throughout has no text
     long_B = runs_B >= TAIL
     ids = set(ids_BT[long_B, -1].tolist())
-    return ids.pop() if len(ids) == 1 and len(set(runs_B[long_B].tolist())) > 1 else None
+    if len(ids) != 1 or len(set(runs_B[long_B].tolist())) < 2:
+        return None
+    tail = ids.pop()
+    # An end of text may stand between documents too; a token of the text comes back all the time.
+    elsewhere = int((ids_BT == tail).sum()) - int(runs_B[ids_BT[:, -1] == tail].sum())
+    return tail if elsewhere <= len(ids_BT) else None

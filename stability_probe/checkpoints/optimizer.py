@@ -70,8 +70,8 @@ def name_optimizer_state(raw: Mapping[str, Any], model: nn.Module) -> OptimizerS
 def misfits(raw: Mapping[str, Any], model: nn.Module) -> tuple[str, ...]:
     """Parameters whose AdamW moments have another shape, "name: stored …, model …".
 
-    Empty where the file leaves open which parameter is meant (another count, or several groups that hold the right
-    shapes in an order of their own), and where no shape at all fits: that is how shards and flat buffers look.
+    Empty where the file leaves open which parameter is meant (another count, or the right shapes in an order of their
+    own), and where moments are smaller by design: shards, flat buffers, low-rank projections.
     """
     stored = _checked(raw)
     if isinstance(stored, str) or _kind(stored) != "adamw":
@@ -86,8 +86,9 @@ def misfits(raw: Mapping[str, Any], model: nn.Module) -> tuple[str, ...]:
         usual = [order for _, order in candidate_orders(model, sizes)]
         orders = [list(itertools.chain(*order)) for order in usual if tuple(map(len, order)) == sizes]
     stored_shapes = [_moment_shapes(stored.entries.get(key, {})) for key in itertools.chain(*stored.ids)]
-    permuted = Counter(shape[0] for shape in stored_shapes if shape) == Counter(shapes.values())
-    if written is None and permuted and len([size for size in sizes if size]) > 1:
+    of_model = Counter(shapes.values())
+    permuted = all(Counter(own[at] for own in stored_shapes if len(own) > at) == of_model for at in (0, 1))
+    if (written is None and permuted) or any("rank" in group or "projector" in group for group in stored.groups):
         return ()
     found = [_disagreements(order, stored_shapes, shapes) for order in orders if set(order) <= set(shapes)]
     return min((told for told in found if told is not None), key=len, default=())
@@ -100,14 +101,21 @@ def _moment_shapes(entry: Mapping[str, Any]) -> list[tuple[int, ...]]:
 def _disagreements(
     names: list[str], stored: list[list[tuple[int, ...]]], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, ...] | None:
-    """What does not fit in this order; None where nothing but single numbers fits."""
-    if not any(shapes[name] in own and math.prod(shapes[name]) > 1 for name, own in zip(names, stored, strict=True)):
+    """What does not fit in this order; None where no matrix fits, or all that does not is part of its parameter."""
+    pairs = [(name, own) for name, own in zip(names, stored, strict=True) if own]
+    wrong = [(name, shape) for name, own in pairs for shape in own[:2] if shape != shapes[name]]
+    whole = any(len(shapes[name]) >= 2 and shapes[name] in own for name, own in pairs)
+    if not whole or (len(wrong) > 2 and all(_is_part(shape, shapes[name]) for name, shape in wrong)):
         return None
-    return tuple(
-        f"{name}: stored {wrong[0]}, model {shapes[name]}"
-        for name, own in zip(names, stored, strict=True)
-        if (wrong := [shape for shape in own if shape != shapes[name]])
-    )
+    return tuple(f"{name}: stored {shape}, model {shapes[name]}" for name, shape in dict(wrong).items())
+
+
+def _is_part(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether the shape is that of one of several equal parts: one side divided, or everything flat."""
+    if len(shape) != len(whole):
+        return len(shape) == 1 and shape[0] > 0 and math.prod(whole) % shape[0] == 0
+    sides = [(own, full) for own, full in zip(shape, whole, strict=True) if own != full]
+    return len(sides) == 1 and sides[0][0] > 0 and sides[0][1] % sides[0][0] == 0
 
 
 def _checked(raw: Mapping[str, Any]) -> _Stored | str:

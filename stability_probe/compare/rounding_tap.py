@@ -31,8 +31,7 @@ from stability_probe.taps.sketch import sketch
 
 # Masks are filled with a dtype's minimum, −1e4, −1e9 or −1e30: at and beyond the smallest of them values are looked at.
 SENTINEL = 1e4
-# A prime stride visits every channel; a bias is looked for over 10⁴ elements and more.
-BIAS_STRIDE = 7
+BIAS_STRIDE = 7  # of the channels: a bias is looked for over 10⁴ elements and more
 FILLS = (-1e4, -1e9, -1e30, *(torch.finfo(d).min for d in (torch.float32, torch.bfloat16, torch.float16)))
 
 
@@ -40,7 +39,8 @@ FILLS = (-1e4, -1e9, -1e30, *(torch.finfo(d).min for d in (torch.float32, torch.
 class ErrorSums:
     """Sums over one module's rows of e = low − reference, on the device.
 
-    `count` elements are in the squares, every seventh of them (`sampled`) in the signed sums.
+    `count` elements are in the squares, every seventh channel (`sampled` elements) in the signed sums, in units of its
+    position's rms error.
     """
 
     error_square: Tensor | float = 0.0
@@ -55,21 +55,21 @@ class ErrorSums:
         """Count one output; mask fills and values that are not finite are left out."""
         reference = reference.detach().contiguous()
         error = low.detach().float() - reference
-        counted, sampled = error.numel(), len(range(0, error.numel(), BIAS_STRIDE))
+        counted, sampled = error.numel(), _some_channels(error).numel()
         sizes = _norms(error, reference)
         left_out = _left_out(error, reference, sizes)
         if left_out is not None:
             error = error.masked_fill_(left_out, 0.0)
             reference = reference.masked_fill(left_out, 0.0)
             counted -= int(left_out.sum())
-            sampled -= int(left_out.flatten()[::BIAS_STRIDE].sum())
+            sampled -= int(_some_channels(left_out).sum())
             sizes = _norms(error, reference)
         squares = sizes.double().square()
         self.error_square = self.error_square + squares[0]
         self.reference_square = self.reference_square + squares[1]
-        errors, signs = error.flatten()[::BIAS_STRIDE], reference.flatten()[::BIAS_STRIDE].sign()
+        errors = _in_own_units(_some_channels(error))
         self.signed = self.signed + errors.sum().double()
-        self.outward = self.outward + torch.dot(errors, signs).double()
+        self.outward = self.outward + torch.dot(errors.flatten(), _some_channels(reference).sign().flatten()).double()
         self.count += counted
         self.sampled += sampled
 
@@ -82,13 +82,23 @@ class ErrorSums:
         return math.sqrt(error / size) if size > 0 else (0.0 if error == 0 else math.inf)
 
     def bias(self, which: str) -> tuple[float, float]:
-        """Mean of e ("signed") or of e · sign(reference) ("outward") in units of rms e, and its z score.
+        """Mean of e ("signed") or of e · sign(reference) ("outward") in units of its position's rms, and its z score.
 
         Rounding to nearest gives a mean near 0; rounding toward zero an outward one of −√3/2 = −0.87.
         """
-        rms = math.sqrt(float(self.error_square) / self.count) if self.count else 0.0
-        mean = float(getattr(self, which)) / self.sampled / rms if rms > 0 and self.sampled else 0.0
+        mean = float(getattr(self, which)) / self.sampled if self.sampled else 0.0
         return mean, mean * math.sqrt(self.sampled)
+
+
+def _some_channels(values: Tensor) -> Tensor:
+    """(positions, every seventh channel) of a tensor of any shape."""
+    return values.reshape(-1, values.shape[-1] if values.dim() else 1)[:, ::BIAS_STRIDE]
+
+
+def _in_own_units(errors_NC: Tensor) -> Tensor:
+    """Errors over their position's rms: at the few positions of massive activations they are a thousandfold."""
+    sizes = torch.linalg.vector_norm(errors_NC, dim=-1, keepdim=True) / math.sqrt(errors_NC.shape[-1])
+    return errors_NC / sizes.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def _norms(error: Tensor, reference: Tensor) -> Tensor:

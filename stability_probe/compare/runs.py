@@ -29,7 +29,7 @@ from stability_probe.taps.modes import without_modes
 # Logits are looked at in pieces, so that no second copy of all of them is made, and at every eighth position: on a
 # vocabulary of 49 152 a look at each of them costs an eighth of the replay.
 CHUNK = 64
-POSITION_STRIDE = 8
+LOGIT_STRIDE = 8
 HIDDEN_FORMATS = ("E4M3", "E2M1", "E5M2")  # formats that recipes keep for the products, never for the logits
 
 Advance = Callable[[int], None]
@@ -251,7 +251,7 @@ def whole_norm(gradients: dict[str, Fingerprint]) -> float:
 
 
 def _sampled(logits_BTV: Tensor) -> Tensor:
-    return logits_BTV.detach()[:, ::POSITION_STRIDE].flatten(0, 1)
+    return logits_BTV.detach()[:, ::LOGIT_STRIDE].flatten(0, 1)
 
 
 def _joined(parts: list[Head]) -> Head:

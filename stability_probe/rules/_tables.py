@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from stability_probe.judge import Threshold
+
 if TYPE_CHECKING:
     from stability_probe.measure import Measurements
 
@@ -80,14 +82,22 @@ def log_margin(m: Measurements, floor_nats: float, sigmas: float) -> float:
     return max(floor_nats, sigmas * spread)
 
 
-# Where a log scatters widely, six of its standard deviations are several nats. One step that is looked at because it
-# was odd is clearly above at a nat and 2.5 of them: healthy batches of the benchmark of verdicts were up to 2.1 above.
-CLEAR_NATS, CLEAR_SIGMAS = 1.0, 2.5
+CLEAR_NATS = Threshold(
+    1, "nats over the usual loss in the log", "where a log scatters by half a nat, six of its standard deviations "
+    "would excuse anything: from a nat on fewer of them will do, since the repair, tried, decides",
+    "python -m benchmarks.verdicts (healthy batches whose log scatters that widely: at most 1.2 nats above)",
+)  # fmt: skip
+CLEAR_SIGMAS = Threshold(
+    2.5, "robust standard deviations of the logged loss", "one ordinary step in 160 lies beyond, and this one is "
+    "looked at because it was odd: not enough for a verdict, enough to try a repair",
+    "the tail of a normal distribution; the same healthy batches: at most 2.1",
+)  # fmt: skip
 
 
-def clear_margin(m: Measurements, floor_nats: float, sigmas: float) -> float:
-    """`log_margin`, or less where the log scatters so widely that it would excuse anything."""
-    return min(log_margin(m, floor_nats, sigmas), log_margin(m, max(floor_nats, CLEAR_NATS), CLEAR_SIGMAS))
+def clear_margin(m: Measurements, t: dict[str, Threshold], floor: str) -> float:
+    """`log_margin` with the limits `floor` and `sigmas`, or with `clear` and `clear_sigmas` where these are less."""
+    wide = log_margin(m, max(t[floor].value, t["clear"].value), t["clear_sigmas"].value)
+    return min(log_margin(m, t[floor].value, t["sigmas"].value), wide)
 
 
 def reference_loss(m: Measurements) -> tuple[float | None, str]:

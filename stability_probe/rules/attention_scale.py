@@ -8,16 +8,29 @@ from typing import TYPE_CHECKING
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
 from stability_probe.rules._attention import require_attention
-from stability_probe.rules._tables import Record, clear_margin, is_number, is_trained, median, quantile, records
+from stability_probe.rules._tables import (
+    CLEAR_NATS,
+    CLEAR_SIGMAS,
+    Record,
+    clear_margin,
+    is_number,
+    is_trained,
+    median,
+    quantile,
+    records,
+)
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
     from stability_probe.measure import Measurements
 
 THRESHOLDS = {
+    "clear": CLEAR_NATS,
+    "clear_sigmas": CLEAR_SIGMAS,
     "steep": Threshold(
-        5, "x the log's usual gradient norm", "the weights are no longer where training had left them",
-        "the published checklist calls a gradient norm over five times the baseline large",
+        5, "x the log's usual gradient norm, no row flagged", "the model no longer computes what training had made of "
+        "it, even where the loss hardly shows it; the repair, tried, decides",
+        "ordinary batches differ by a factor of two or three: python benchmarks/healthy_ranges.py (gradient norms)",
     ),
     "hot": Threshold(
         40, "median of the heads' largest logits", "healthy medians are 13 to 17; without 1/root(64) they are eight "
@@ -126,8 +139,13 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     # A little-trained model is flat too, and may gain from any sharpening: only a fall from what the run had counts.
     usual = m.log.usual_loss if m.log is not None else None
     usual_norm = m.log.usual_grad_norm if m.log is not None else None
-    steep = usual_norm is not None and m.global_grad_norm >= t["steep"].value * usual_norm
-    dearer = usual is not None and m.loss >= usual + clear_margin(m, t["fell"].value, t["sigmas"].value)
+    # A bad row has a large gradient on any weights.
+    steep = (
+        usual_norm is not None
+        and m.global_grad_norm >= t["steep"].value * usual_norm
+        and not any(row["flags"] for row in records(m.rows))
+    )
+    dearer = usual is not None and m.loss >= usual + clear_margin(m, t, "fell")
     fell = steep or dearer
     cold = fell and entropy >= t["cold"].value * uniform
     # Layers differ in what they had before the factor came on top: some may be past any limit, and others not.
@@ -153,6 +171,9 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
                          source=t["hot_quartile"].source),
                 Evidence("attention entropy of the median head", entropy, "nats", uniform, "uniform attention",
                          t["cold"].value * uniform, t["cold"].source),
+                Evidence("loss of this batch", m.loss, "nats", usual, "usual loss in the log", source=t["fell"].source),
+                Evidence("global gradient norm", m.global_grad_norm, "", usual_norm, "usual norm in the log",
+                         source=t["steep"].source),
             ),
             plans=_plans(m, heads, hot),
             strength=middle / t["hot"].value if hot else entropy / (t["cold"].value * uniform),
@@ -191,6 +212,17 @@ RULE = Rule(
                 "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05, "usual_grad_norm": 1.0},
             },
             True,
+        ),
+        Case(
+            "near miss: a steep gradient on a flat model, from a row that is flagged",
+            {
+                "heads": [{**row, "max_logit": row["max_logit"] / 8, "entropy": 4.4} for row in _cases.heads()],
+                "loss": 3.6,
+                "global_grad_norm": 6.0,
+                "rows": _cases.rows({1: {"flags": ["garbage-tokens"], "audit_score": 0.9}}),
+                "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05, "usual_grad_norm": 1.0},
+            },
+            False,
         ),
         Case(
             "the scale is missing where layers began at different levels",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import TYPE_CHECKING
 
@@ -123,7 +124,8 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     if not found:
         return []
     row, before = found
-    if row["role"] == "head" and abs(m.log_z_mean) >= t["drifted"].value:
+    helps = (gap.rounding_gap or 0.0) > (math.inf if gap.recentred_gap is None else gap.recentred_gap)
+    if row["role"] == "head" and abs(m.log_z_mean) >= t["drifted"].value and helps:
         return []
     return [
         Suspect(
@@ -197,10 +199,19 @@ RULE = Rule(
             "near miss: a head whose logits have drifted by two thousand",
             {
                 "modules": _cases.modules({"lm_head": {"gap_bf16": 0.09}}),
-                "precisions": {"bf16": _BAD_GAP},
+                "precisions": {"bf16": {**_BAD_GAP, "rounding_gap": 0.2, "recentred_gap": 0.01}},
                 "log_z_mean": -1992.0,
             },
             False,
+        ),
+        Case(
+            "a head at such a level, where logits around zero would round no better",
+            {
+                "modules": _cases.modules({"lm_head": {"gap_bf16": 0.3}}),
+                "precisions": {"bf16": {**_BAD_GAP, "recentred_gap": 0.01}},
+                "log_z_mean": -1992.0,
+            },
+            True,
         ),
         Case(
             "a head",

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
 from stability_probe.rules._tables import (
+    CLEAR_NATS,
+    CLEAR_SIGMAS,
     NAMED_AT_MOST,
     Record,
     clear_margin,
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from stability_probe.measure import Measurements
 
 THRESHOLDS = {
+    "clear": CLEAR_NATS,
+    "clear_sigmas": CLEAR_SIGMAS,
     "zero_share": Threshold(
         0.5, "of the parameters", "no recipe stores half of a model's matrices as exact zeros; a zero-initialised head "
         "or output projection is one kind of tensor, and still has a gradient",
@@ -106,7 +110,7 @@ def _loss_shows_it(m: Measurements, t: dict[str, Threshold]) -> tuple[bool, Evid
         )
         source = t["near_ln_v"].source
     else:
-        limit = (usual or 0.0) + clear_margin(m, t["excess"].value, t["sigmas"].value)
+        limit = (usual or 0.0) + clear_margin(m, t, "excess")
         source = t["sigmas"].source
     shown = not math.isfinite(m.loss) or m.loss >= limit
     return shown, Evidence("loss of this batch", m.loss, "nats", usual, name, limit, source)

@@ -9,13 +9,24 @@ from typing import TYPE_CHECKING
 from stability_probe.judge import Case, Page, Rule, Skip, Suspect, Threshold
 from stability_probe.rules import _cases
 from stability_probe.rules._audit import SWAP
-from stability_probe.rules._tables import clear_margin, finite, is_number, median, records, reference_loss
+from stability_probe.rules._tables import (
+    CLEAR_NATS,
+    CLEAR_SIGMAS,
+    clear_margin,
+    finite,
+    is_number,
+    median,
+    records,
+    reference_loss,
+)
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
     from stability_probe.measure import Measurements
 
 THRESHOLDS = {
+    "clear": CLEAR_NATS,
+    "clear_sigmas": CLEAR_SIGMAS,
     "shift": Threshold(
         0.3, "nats from the reference", "means of ordinary batches of one mixture differ by less",
         "the standard error of the mean over 2 000 tokens of spread 3 nats is 0.07; four of them",
@@ -37,12 +48,20 @@ THRESHOLDS = {
     "draws": Threshold(
         200, "ways to draw the rows", "of rows of one domain, one draw in so many puts all of the batch's above all of "
         "the baseline's: a rank test, which asks nothing of their scatter",
-        "Mann and Whitney 1947; 4 + 6 rows have 210 ways, 4 + 4 have 70",
+        "Mann and Whitney 1947; 4 + 6 rows have 210 ways",
+    ),
+    "apart_rarely": Threshold(
+        0.5, "nats from the baseline batch, where so rare a draw is what it would take", "less is no shift to speak of",
+        "the margin of the rule not-reproduced",
+    ),
+    "some_draws": Threshold(
+        70, "ways to draw the rows", "one draw in seventy is no proof: the means must be far apart as well",
+        "Mann and Whitney 1947; 4 + 4 rows have 70 ways",
     ),
     "apart": Threshold(
-        1.5, "nats from the baseline batch, every row beyond all of the baseline's", "then the scatter of the "
+        1.5, "nats from the baseline batch, where such a draw is what it would take", "then the scatter of the "
         "baseline's own rows says nothing against it",
-        "the same margin as the batch excess of the verdict; by chance four rows in seventy draws lie so",
+        "the same margin as the batch excess of the verdict",
     ),
     "most_rows": Threshold(
         0.75, "of the rows", "a shift moves the batch; one or two odd rows are those rows' affair",
@@ -133,27 +152,32 @@ def _row_margin(m: Measurements, t: dict[str, Threshold]) -> float:
 
 
 def student(z: float, freedom: float) -> float:
-    """The quantile of Student's t with the tail of `z` standard deviations (Wallace 1959, inverted; within 3 %)."""
+    """The quantile of Student's t with the tail of `z` standard deviations (Wallace 1959, inverted).
+
+    At 3 standard deviations it is within 6 % from 3 degrees of freedom on; fewer are taken for 3, since two rows that
+    happen to agree say little about the others.
+    """
     if not 0 < freedom < 1e6:
         return z
+    freedom = max(freedom, 3.0)
     inner = (z * (8 * freedom + 3) / (8 * freedom + 1)) ** 2 / freedom
     return math.sqrt(freedom * math.expm1(min(inner, 50.0)))
 
 
-def _stands_apart(m: Measurements, t: dict[str, Threshold]) -> bool:
-    """Whether every row costs more than any of the baseline's, and the means are far apart."""
+def _stands_apart(m: Measurements, t: dict[str, Threshold], shift: float) -> Threshold | None:
+    """The limit on the shift where every row costs more than any of the baseline's; None where it is not reached."""
     own, other = finite(row["loss"] for row in records(m.rows)), finite(m.baseline_row_losses)
-    if len(own) < 4 or len(other) < 4:
-        return False
-    shift = statistics.mean(own) - statistics.mean(other)
+    if not own or not other or min(own) <= max(other):
+        return None
     draws = math.comb(len(own) + len(other), len(own))
-    rare = draws >= t["draws"].value and shift >= t["log_shift"].value
-    return min(own) > max(other) and (rare or shift >= t["apart"].value)
+    if draws >= t["draws"].value and shift >= t["apart_rarely"].value:
+        return t["apart_rarely"]
+    return t["apart"] if draws >= t["some_draws"].value and shift >= t["apart"].value else None
 
 
 def _log_limit(m: Measurements, t: dict[str, Threshold]) -> float:
     """How far a healthy batch can lie from the log's usual loss, by the scatter of the log and of the batch's rows."""
-    by_log = clear_margin(m, t["log_shift"].value, t["sigmas"].value)
+    by_log = clear_margin(m, t, "log_shift")
     losses = finite(row["loss"] for row in records(m.rows))
     if len(losses) < 2:
         return max(by_log, t["one_row"].value)
@@ -169,9 +193,14 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     limit = _row_margin(m, t) if name == "baseline batch" else _log_limit(m, t)
     losses = finite(row["loss"] for row in records(m.rows))
     shift = m.loss - usual
-    if not is_number(m.loss) or not losses or (abs(shift) < limit and not _stands_apart(m, t)):
+    source = t["row_errors" if name == "baseline batch" else "log_shift"].source
+    if not is_number(m.loss) or not losses:
         return []
-    limit = min(limit, abs(shift))
+    apart = _stands_apart(m, t, shift) if name == "baseline batch" and abs(shift) < limit else None
+    if apart is not None:
+        limit, source = apart.value, apart.source
+    if abs(shift) < limit:
+        return []
     # Beside a baseline, text that the tokenizer gives back as it was may cost anything: a script never seen in training
     # is mispredicted with confidence.
     proved = m.tokenizer_known and name == "baseline batch"
@@ -190,7 +219,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     side = "above" if shift > 0 else "below"
     plans = (SWAP,) if m.baseline_loss is not None else ()
     evidence = [
-        Evidence("loss of this batch", m.loss, "nats", usual, name, limit, t["shift"].source),
+        Evidence("loss of this batch", m.loss, "nats", usual, name, limit, source),
         Evidence("rows on the same side", len(moved), f"of {len(losses)}", threshold=t["most_rows"].value,
                  source=t["most_rows"].source),
         Evidence("median row", median(losses), "nats", usual, name),

@@ -104,8 +104,8 @@ def _suspect(parameter: str, odd: list[Record], t: dict[str, Threshold]) -> Susp
                  f"{plural(len(tokens), 'row')} of {parameter} brought to the median norm"),
         ),
         strength=max(ratio, 1 / max(ratio, 1e-6) ** 0.5),
-        # A row of exact zeros that gets a gradient was trained once: whatever was in it is lost to every batch.
-        latent=ratio >= t["latent"].value or worst["norm"] == 0.0,
+        # The first norm divides a row of zeros by its epsilon: every batch that uses it gets that gradient.
+        latent=ratio >= t["latent"].value or any(row["norm"] == 0.0 for row in odd),
     )  # fmt: skip
 
 

@@ -6,13 +6,15 @@ import math
 from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
-from stability_probe.rules._tables import clear_margin, finite, is_number, plural, records
+from stability_probe.rules._tables import CLEAR_NATS, CLEAR_SIGMAS, clear_margin, finite, is_number, plural, records
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
     from stability_probe.measure import Measurements, PositionFacts
 
 THRESHOLDS = {
+    "clear": CLEAR_NATS,
+    "clear_sigmas": CLEAR_SIGMAS,
     "fell": Threshold(
         0.3, "nats over the usual loss in the log", "settings of the code are suspected only where the run did better; "
         "positions stretched twofold cost a healthy model 0.35 nats",
@@ -111,7 +113,7 @@ def _settings(m: Measurements, facts: PositionFacts, t: dict[str, Threshold]) ->
     usual = m.log.usual_loss if m.log is not None else None
     if usual is None or facts.rotary_theta is None or len(facts.losses) < 3:
         return []
-    if not m.loss >= usual + clear_margin(m, t["fell"].value, t["sigmas"].value):
+    if not m.loss >= usual + clear_margin(m, t, "fell"):
         return []
     first, later = facts.losses[0][2], facts.losses[-1][2]
     limit = math.log(m.vocab_size) + t["first"].value

@@ -7,13 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._tables import Record, clear_margin, is_number, median, quantile, records, times
+from stability_probe.rules._tables import (
+    CLEAR_NATS,
+    CLEAR_SIGMAS,
+    Record,
+    clear_margin,
+    is_number,
+    median,
+    quantile,
+    records,
+)
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
     from stability_probe.measure import Measurements
 
 THRESHOLDS = {
+    "clear": CLEAR_NATS,
+    "clear_sigmas": CLEAR_SIGMAS,
     "product": Threshold(
         3, "spectral norm of the product of mixing matrices", "identities and doubly stochastic matrices have 1 at "
         "any depth; perturbations of 0.15 reach 1.4, 6.3 and 23 after 10, 30 and 60 layers",
@@ -52,7 +63,7 @@ THRESHOLDS = {
     ),
     "written": Threshold(
         1 / 3, "x, the first block's output projection over the largest later one", "decides only whether that repair "
-        "is tried; trained projections of one kind differ by less than a factor of two or three",
+        "is tried: trained projections of one kind differ by a factor of two, and more says nothing yet",
         "python benchmarks/healthy_ranges.py (rms / median of siblings)",
     ),
     "fewest_blocks": Threshold(
@@ -156,7 +167,7 @@ def _by_size(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     steady = usual >= t["per_block"].value and total >= t["total"].value
     # A stream may also have been trained to grow: where its factors differ, the loss must stand above what it was.
     before = m.log.usual_loss if m.log is not None else None
-    fell = before is not None and m.loss >= before + clear_margin(m, t["fell"].value, t["sigmas"].value)
+    fell = before is not None and m.loss >= before + clear_margin(m, t, "fell")
     uneven = fell and usual >= t["uneven_block"].value and total / max(steps) >= t["without_jump"].value
     if not (steady or uneven):
         return []
@@ -206,11 +217,11 @@ def _by_block(m: Measurements, blocks: list[Record], outputs: list[str]) -> dict
 
 def _as_in_first(m: Measurements, outputs: list[str]) -> dict[str, float]:
     """What gives each output projection the rms of the same one in the first block, where it is larger."""
-    rows = [row for row in records(m.parameters) if row["parameter"] in outputs]
+    rows = [row for row in records(m.parameters) if row["parameter"] in outputs and row["rms"] > 0]
     first: dict[str, float] = {}
     for row in sorted(rows, key=lambda row: row["layer"]):
         first.setdefault(row["kind"], row["rms"])
-    return {row["parameter"]: min(1.0, times(first[row["kind"]], row["rms"])) for row in rows if row["rms"] > 0}
+    return {row["parameter"]: min(1.0, first[row["kind"]] / row["rms"]) for row in rows}
 
 
 def writes_residual(row: Record) -> bool:

@@ -24,9 +24,13 @@ THRESHOLDS = {
         "Shazeer et al., Outrageously Large Neural Networks, 2017, section 4 (routers favour the same few experts)",
     ),
     "log_z": Threshold(
-        64, "mean log Z of the router's logits", "there bf16 numbers are half apart: experts are chosen by rounding, "
-        "whatever this batch pays for it",
+        64, "mean log Z of the router's logits", "there bf16 numbers are half apart: experts are chosen by rounding",
         "Zoph et al., ST-MoE, 2022, section 3.3 (router z-loss); bf16 has 8 significant bits",
+    ),
+    "rounded": Threshold(
+        128, "mean log Z of the router's logits", "there bf16 numbers are one apart: a preference of nearly three to "
+        "one is lost in rounding, whatever this batch pays for it",
+        "bf16 has 8 significant bits; as in rule logit-drift",
     ),
     "tokens": Threshold(
         64, "tokens per expert and more", "fewer do not tell a skewed load from chance", "the load of n draws "
@@ -125,7 +129,7 @@ def _suspect(m: Measurements, sick: list[dict[str, Any]], t: dict[str, Threshold
         ),
         strength=abs(first["log_z"]) / t["log_z"].value if exploded else t["spread"].value / max(share, 0.01),
         measures=("loss",),
-        latent=exploded or share < t["dead"].value,
+        latent=abs(first["log_z"]) >= t["rounded"].value if exploded else share < t["dead"].value,
     )  # fmt: skip
 
 

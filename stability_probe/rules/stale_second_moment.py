@@ -96,7 +96,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     least = t["latent_x_others" if gradient_is_usual(m) else "latent_x_others_alone"].value
     lag = [row for row in hot if lagging(row) >= least * max(usual, 1.0)]
     # A gain or bias of which the step, tried, makes nothing is no danger by itself.
-    latent = any(len(row["shape"]) >= 2 for row in lag) or bool(lag and not damage < t["some_damage"].value)
+    latent = any(len(row["shape"]) >= 2 for row in lag) or bool(lag and not damage <= t["some_damage"].value)
     if not (damage > 0 or latent):
         return []
     return [_suspect(m, hot, len(rows), usual, damage, latent, t)]

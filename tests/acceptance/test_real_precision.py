@@ -47,7 +47,7 @@ def compare(model: nn.Module, batch: Batch, *precisions: str, **options: Any) ->
 
 
 def test_a_healthy_model_is_healthy_in_every_precision(model: Any, batch: Batch) -> None:
-    for name, result in compare(model, batch, "bf16", "bf16-true", "fp16", "fp16-true", "fp8", "nvfp4").items():
+    for name, result in compare(model, batch, "bf16", "fp16", "fp8", "mxfp8", "nvfp4").items():
         assert result.severity == 0 and result.culprits == (), f"{name}: {result.sentence}"
 
 
@@ -84,7 +84,7 @@ def test_gradients_that_underflow_without_loss_scaling(model: Any, batch: Batch)
     model.lm_head = Faint(model.lm_head)
     lost, kept = compare(model, batch, "fp16", "fp16:scale=16777216").values()
     assert lost.severity == 2 and "underflows to zero" in lost.sentence
-    assert kept.grad_relative_error < 0.1 < lost.grad_relative_error
+    assert kept.grad_relative_error < 0.3 and lost.grad_relative_error > 0.9
 
 
 def test_a_residual_branch_rounded_toward_zero_is_a_bias(model: Any, batch: Batch) -> None:
