@@ -51,8 +51,8 @@ PAGE = Page(
         "says nothing by itself. A soft-cap saturates logits by design. If the hidden state before the head is large, "
         "the residual stream is where to look. Masked vocabulary entries at -1e9 are not drift."
     ),
-    proof="log Z is subtracted from the fp32 logits before they are rounded, or what all rows of the head share is taken "
-    "out of them: the gap closes.",
+    proof="log Z is subtracted from the fp32 logits before they are rounded, or what all rows of the head share is "
+    "taken out of them: the gap closes.",
     remedies=(
         Remedy("Add a z-loss: 1e-4 to 1e-5 times the square of log Z. It pulls log Z back without touching the "
                "probabilities.", "loss = loss + 1e-4 * torch.logsumexp(logits.float(), -1).pow(2).mean()"),
