@@ -34,6 +34,24 @@ from stability_probe.schema import Location, Report
 # Least top-1 and location accuracy: on the splits that rules may be looked at on, and on those that were made without
 # any rule at hand, where five points less are asked for: what is clear there was nobody's threshold.
 FLOORS = {split: (0.97, 0.95) if split in ("choose", "held-out") else (0.92, 0.9) for split in get_args(Split)}
+# Causes that look alike, as the pages of the rules tell them ("False alarms, and what separates them").
+CONFUSERS = (
+    ("nonfinite-weights", "fp16-overflow"), ("corrupt-weights", "activation-outlier"), ("corrupt-weights", "none"),
+    ("checkpoint-mismatch", "none"), ("checkpoint-mismatch", "corrupt-weights"),
+    ("checkpoint-mismatch", "position-encoding"), ("optimizer-state-mismatch", "stale-second-moment"),
+    ("no-valid-labels", "fully-masked-rows"), ("label-misalignment", "learning-rate-too-high"),
+    ("padding-in-loss", "repeated-tokens"), ("tokenizer-mismatch", "garbage-tokens"),
+    ("tokenizer-mismatch", "data-shift"), ("garbage-tokens", "data-shift"), ("repeated-tokens", "none"),
+    ("duplicate-examples", "boilerplate"), ("boilerplate", "none"), ("numeric-runs", "none"),
+    ("fp16-overflow", "attention-logit-growth"), ("fp16-overflow", "fully-masked-rows"),
+    ("bf16-precision-loss", "logit-drift"), ("bf16-update-stagnation", "none"),
+    ("attention-logit-growth", "attention-scale"), ("attention-logit-growth", "qk-norm-gain-growth"),
+    ("attention-logit-growth", "none"), ("logit-drift", "residual-growth"), ("logit-drift", "softcap-mismatch"),
+    ("embedding-row-outlier", "none"), ("residual-growth", "none"), ("activation-outlier", "none"),
+    ("vanishing-gradient", "none"), ("init-scale", "learning-rate-too-high"),
+    ("stale-second-moment", "garbage-tokens"), ("stale-second-moment", "epsilon-floor"),
+    ("stale-second-moment", "learning-rate-too-high"),
+)  # fmt: skip
 SLACK = 13  # tokens by which a span may begin early or late: the longest period of a repetition
 
 
@@ -174,6 +192,17 @@ def confusion(results: Sequence[Result]) -> str:
     return "\n".join(rows)
 
 
+def mistaken(results: Sequence[Result]) -> list[str]:
+    """Incidents of one cause of a pair of confusers that were called the other."""
+    pairs = {*CONFUSERS, *((other, one) for one, other in CONFUSERS)}
+    wrong = [result for result in results if not result.right]
+    return [
+        f"{result.incident.truth.causes[0]} called {result.named[0]}: {result.incident.name} ({result.incident.split})"
+        for result in wrong
+        if any((cause, result.named[0]) in pairs for cause in result.incident.truth.causes)
+    ]
+
+
 def below_floor(results: Sequence[Result]) -> list[str]:
     """The splits on which too few verdicts, or too few places, are right."""
     poor = []
@@ -203,6 +232,7 @@ def main() -> None:
         if options.misses and line(results[-1]).startswith("MISS"):
             print(f"     named {', '.join(results[-1].named)}: {results[-1].told}")
     print(f"\n{confusion(results)}\n\n{summary(results)}")
+    print("\n".join(["", f"{len(CONFUSERS)} pairs that look alike, mistaken for each other:", *mistaken(results)]))
     full = options.share >= 1 and not options.only
     if full and (below_floor(results) or false_alarms(results) or any(r.problem for r in results)):
         sys.exit(1)

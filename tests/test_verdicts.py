@@ -10,7 +10,18 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.verdicts import Result, below_floor, confusion, diagnose, found, located, share, summary
+from benchmarks.verdicts import (
+    CONFUSERS,
+    Result,
+    below_floor,
+    confusion,
+    diagnose,
+    found,
+    located,
+    mistaken,
+    share,
+    summary,
+)
 from fixtures.fresh_runs import SMOLLM2
 from fixtures.verdict_faults import FAULTS
 from fixtures.verdict_healthy import HEALTHY
@@ -136,3 +147,23 @@ def test_each_split_has_a_floor_of_its_own():
     assert below_floor([*right, *(made("a", "b", split="seventh") for _ in range(2))]) == ["seventh"]
     assert below_floor([*right, *(made("a", "a") for _ in range(12)), made("a", "b")]) == ["choose"]
     assert below_floor([made("a", "a", where=False, split="last")]) == ["last"]
+
+
+def test_confusers_are_mistaken_in_either_direction():
+    results = [
+        made("padding-in-loss", "repeated-tokens"),
+        made("repeated-tokens", "padding-in-loss"),
+        made("padding-in-loss", "padding-in-loss"),
+        made("padding-in-loss", "logit-drift"),
+    ]
+    assert [told.partition(":")[0] for told in mistaken(results)] == [
+        "padding-in-loss called repeated-tokens",
+        "repeated-tokens called padding-in-loss",
+    ]
+
+
+def test_confusers_are_causes():
+    from stability_probe.judge import load_rules
+
+    known = {rule.slug for rule in load_rules()} | {"none"}
+    assert {cause for pair in CONFUSERS for cause in pair} <= known
