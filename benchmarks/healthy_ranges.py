@@ -2,6 +2,7 @@
 
     python benchmarks/healthy_ranges.py              # SmolLM2-135M on five kinds of text, a few minutes on two cores
     python benchmarks/healthy_ranges.py --optimizer docs  # also the simulated step of four little trained models
+    python benchmarks/healthy_ranges.py --logs docs       # also how far healthy batches stand above a log that scatters
 
 Every kind is judged alone and against the documentation as baseline; a rule that fires here is a false alarm.
 """
@@ -28,7 +29,7 @@ from stability_probe.examination import examine
 from stability_probe.incident import Request, load_incident
 from stability_probe.judge import judge, load_rules
 from stability_probe.measure import Measurements
-from stability_probe.replay import Subject
+from stability_probe.replay import Subject, replay
 
 ROWS, LENGTH = 4, 256
 
@@ -142,9 +143,32 @@ def optimizer_ranges(folder: Path) -> Iterator[tuple[str, str]]:
         yield f"{name}: loss of the baseline after one step, nats", f"{damage:+.4f}"
 
 
+WIDE = 0.3  # nats: from here on six standard deviations of a log are nearly two nats
+
+
+def log_ranges(folder: Path) -> Iterator[tuple[str, str]]:
+    """Loss above the log's usual on the healthy controls of the benchmark of verdicts, where the log scatters widely."""
+    from fixtures.verdict_incidents import INCIDENTS
+
+    above, in_sigmas = [], []
+    for number, control in enumerate(i for i in INCIDENTS if i.truth.causes == ("none",) and i.log):
+        place = folder / f"control-{number}"
+        place.mkdir()
+        incident = load_incident(control.make(place))
+        log = incident.log
+        if log is None or log.usual_loss is None or not log.loss_spread or log.loss_spread < WIDE:
+            continue
+        loss = replay(Subject.of(incident.model.module), incident.batch, backward=False, detail=False).loss
+        above.append(loss - log.usual_loss)
+        in_sigmas.append(above[-1] / log.loss_spread)
+    yield f"{len(above)} healthy batches above such a log, nats", spread(above)
+    yield "the same in its standard deviations", spread(in_sigmas)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", action="store_true")
+    parser.add_argument("--logs", action="store_true")
     parser.add_argument("kinds", nargs="*", help="of docs, python, csv, chinese, chat; all without any")
     given = parser.parse_args()
     alarms = 0
@@ -169,6 +193,10 @@ def main() -> None:
         if given.optimizer:
             print("== optimizer")
             for what, numbers in optimizer_ranges(Path(scratch)):
+                print(f"{what:<48} {numbers}", flush=True)
+        if given.logs:
+            print("== logs")
+            for what, numbers in log_ranges(Path(scratch)):
                 print(f"{what:<48} {numbers}", flush=True)
     print(f"{alarms} alarms (data-shift against the baseline of another kind is no alarm)")
 

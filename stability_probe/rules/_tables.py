@@ -85,12 +85,12 @@ def log_margin(m: Measurements, floor_nats: float, sigmas: float) -> float:
 CLEAR_NATS = Threshold(
     1, "nats over the usual loss in the log", "where a log scatters by half a nat, six of its standard deviations "
     "would excuse anything: from a nat on fewer of them will do, since the repair, tried, decides",
-    "python -m benchmarks.verdicts (healthy batches whose log scatters that widely: at most 1.2 nats above)",
+    "python benchmarks/healthy_ranges.py --logs docs (114 healthy batches under such logs: up to 1.24 nats above)",
 )  # fmt: skip
 CLEAR_SIGMAS = Threshold(
     2.5, "robust standard deviations of the logged loss", "one ordinary step in 160 lies beyond, and this one is "
     "looked at because it was odd: not enough for a verdict, enough to try a repair",
-    "the tail of a normal distribution; the same healthy batches: at most 2.1",
+    "the tail of a normal distribution; python benchmarks/healthy_ranges.py --logs docs (up to 2.05)",
 )  # fmt: skip
 
 
