@@ -147,7 +147,7 @@ WIDE = 0.3  # nats: from here on six standard deviations of a log are nearly two
 
 
 def log_ranges(folder: Path) -> Iterator[tuple[str, str]]:
-    """Loss above the log's usual on the healthy controls of the benchmark of verdicts, where the log scatters widely."""
+    """Loss above the log, on the healthy controls of the benchmark of verdicts whose log scatters widely."""
     from fixtures.verdict_incidents import INCIDENTS
 
     above, in_sigmas = [], []
