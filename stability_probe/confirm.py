@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from stability_probe.errors import ProbeError
 from stability_probe.interventions.bench import Bench, CannotRun, Reading, reading_of
 from stability_probe.judge import Measure, Plan, Rule, Suspect
 from stability_probe.measure import Measurements
@@ -154,6 +155,8 @@ def _run(suspect: Suspect, bench: Bench, advance: Callable[[int], None]) -> Iter
             reading, problem = kind.trial(bench, **plan.arguments), ""
         except CannotRun as reason:
             reading, problem = None, str(reason)
+        except ProbeError as failed:  # the model's own code under a change: the report goes on without this repair
+            reading, problem = None, f"{failed.problem}: {failed.why}"
         advance(1)
         yield Trial(suspect, plan, kind.OF_THE_DATA, reading, problem)
 

@@ -38,7 +38,12 @@ def examine(
     wrong = tables.bad_ids(incident.batch, vocabulary)
     notes = [f"{len(wrong)} ids outside the vocabulary were replayed as id 0, without a target"] if wrong else []
     batch = sound(incident.batch, vocabulary)
-    baseline = sound(join(incident.baselines), vocabulary) if incident.baselines else None
+    baseline = join(incident.baselines) if incident.baselines else None
+    if baseline is not None and (foreign := len(tables.bad_ids(baseline, vocabulary))):
+        kept = foreign <= FOREIGN * baseline.ids_BT.numel()
+        fate = "were replayed as id 0, without a target" if kept else "are too many: it is left out"
+        notes.append(f"{foreign} ids of the baseline are outside the vocabulary and {fate}")
+        baseline = sound(baseline, vocabulary) if kept else None
     microbatch = incident.request.microbatch
     names = precisions_of(incident)
 
@@ -84,6 +89,10 @@ def examine(
             effect = step_effect(bench, step, incident.grad_clip)
         bench = dataclasses.replace(bench, measurements=dataclasses.replace(measured, step_effect=effect))
     return bench, records, notes
+
+
+# Of a baseline's ids: with more that no embedding has it says nothing about what is usual.
+FOREIGN = 0.01
 
 
 def sound(batch: Batch, vocabulary: int) -> Batch:

@@ -55,5 +55,5 @@ def spacing_at(values: Tensor, fmt: Format) -> Tensor:
 @torch.no_grad()
 def unresolved(logits_NV: Tensor, fmt: Format) -> Tensor:
     """(N,) True where the two largest logits are closer than one spacing of `fmt` at their size."""
-    top = logits_NV.float().topk(2, dim=-1).values
-    return (top[:, 0] - top[:, 1]) < spacing_at(top[:, 0], fmt)
+    top = logits_NV.float().topk(min(2, logits_NV.shape[-1]), dim=-1).values
+    return (top[:, 0] - top[:, -1]) < spacing_at(top[:, 0], fmt)

@@ -190,9 +190,10 @@ def test_the_optimizer_of_another_model_is_refused_with_advice():
 def test_one_moment_of_another_shape_is_told():
     model = nanogpt()
     saved = stepped(torch.optim.AdamW(model.parameters()), model)
-    name, parameter = list(model.named_parameters())[3]
-    saved["state"][3]["exp_avg_sq"] = torch.zeros(parameter.numel() + 1)
-    shapes = f"stored ({parameter.numel() + 1},), model {tuple(parameter.shape)}"
+    at, name, parameter = next((i, n, p) for i, (n, p) in enumerate(model.named_parameters()) if p.dim() == 2)
+    wrong = tuple(side + 1 for side in parameter.shape)
+    saved["state"][at]["exp_avg_sq"] = torch.zeros(wrong)
+    shapes = f"stored {wrong}, model {tuple(parameter.shape)}"
     assert misfits(saved, model) == (f"{name}: {shapes}",)
 
 
@@ -223,6 +224,13 @@ def test_shards_groups_and_other_models_are_no_misfits():
     assert misfits(rank, model) == ()  # tensor parallel: matrices halved but for the first, vectors whole
     names = sorted(model.named_parameters())
     assert misfits(stepped(torch.optim.AdamW([p for _, p in names]), model), model) == ()  # another order, one group
+    backwards = stepped(torch.optim.AdamW([p for _, p in names[::-1]]), model)
+    del backwards["state"][0]  # and one that never got a gradient
+    assert misfits(backwards, model) == ()
+    single = {**whole, "state": {k: {**e, "exp_avg_sq": e["exp_avg_sq"].mean()} for k, e in whole["state"].items()}}
+    assert misfits(single, model) == ()  # one number a tensor
+    empty = {**whole, "state": {k: {**e, "exp_avg_sq": torch.zeros(0)} for k, e in whole["state"].items()}}
+    assert misfits(empty, model) == ()
     halves = [{"params": [p for _, p in names[::2]]}, {"params": [p for _, p in names[1::2]]}]
     assert misfits(stepped(torch.optim.AdamW(halves), model), model) == ()
     assert misfits(stepped(torch.optim.AdamW(other.parameters()), other), model) == ()
@@ -262,3 +270,23 @@ def test_a_step_that_is_no_number_counts_as_unknown(step):
     for entry in saved["state"].values():
         entry["step"] = step
     assert set(name_optimizer_state(saved, model).step.values()) == {0}
+
+
+@pytest.mark.parametrize("step", [torch.tensor(3.0, device="meta"), 10**400, -5, "three", float("nan")])
+def test_odd_steps_and_rates_are_no_end_of_the_reading(step):
+    model = nanogpt()
+    saved = stepped(torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95)), model)
+    for entry in saved["state"].values():
+        entry["step"] = step
+    saved["param_groups"][0].update(lr=step, betas=(0.9, 10.0))
+    state = name_optimizer_state(saved, model)
+    assert set(state.step.values()) == {0} and math.isnan(state.groups[0].betas[1])
+
+
+def test_sparse_and_complex_moments_are_no_moments():
+    model = nanogpt()
+    saved = stepped(torch.optim.AdamW(model.parameters()), model)
+    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].to_sparse()
+    saved["state"][1]["exp_avg"] = saved["state"][1]["exp_avg"].to(torch.complex64)
+    state = name_optimizer_state(saved, model)
+    assert len(state.exp_avg) == len(saved["state"]) - 2

@@ -54,3 +54,16 @@ def test_no_step_is_judged_by_a_loss_that_differs_each_time():
     assert repeats(measurements_from({"repeat_loss_change": 1e-7}))
     assert not repeats(measurements_from({"repeat_loss_change": -0.3}))
     assert repeats(measurements_from({}))
+
+
+@pytest.mark.parametrize(("foreign", "kept"), [(2, True), (200, False)])
+def test_ids_of_a_baseline_that_no_embedding_has_are_told(tmp_path, foreign, kept):
+    made = tiny("llama")
+    healthy = baseline()
+    healthy["input_ids"] = healthy["input_ids"].clone()
+    healthy["input_ids"].view(-1)[:foreign] += 100_000
+    files = [incidents.saved(rows, tmp_path / f"{name}.pt") for name, rows in (("b", batch()), ("c", healthy))]
+    incident = load_incident(Request(ckpt=made.ckpt, batch=files[0], baselines=(files[1],)))
+    bench, _, notes = examine(incident, Subject.of(incident.model.module), Silent())
+    assert any(f"{foreign} ids of the baseline are outside the vocabulary" in note for note in notes)
+    assert (bench.measurements.baseline_loss is not None) is kept

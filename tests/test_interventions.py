@@ -243,3 +243,17 @@ def test_a_head_without_what_its_rows_share_gives_the_same_probabilities():
     assert all(torch.equal(p, before[key][1]) for key, p in model.named_parameters())
     with pytest.raises(CannotRun, match="linear head"):
         trial("centre_head", bench, module=Subject.of(model).anatomy.final_norm)
+
+
+def test_a_head_that_is_called_by_keyword_is_centred_too():
+    class Keyworded(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)
+
+        def forward(self, input_ids):
+            return self.head(input=self.embed(input_ids))
+
+    bench = bench_of(Keyworded().eval())
+    centred = trial("centre_head", bench, module="head", precision="fp32")
+    assert centred["loss"] == pytest.approx(bench.trace.loss, abs=1e-4)

@@ -143,12 +143,13 @@ def _tail_id(ids_BT: Ints) -> int | None:
     if not ids_BT.size:
         return None
     changed = ids_BT[:, ::-1] != ids_BT[:, -1:]
-    runs_B = np.where(changed.any(axis=1), changed.argmax(axis=1), 0)  # a row of one id throughout has no text
+    has_text_B = changed.any(axis=1)
+    runs_B = np.where(has_text_B, changed.argmax(axis=1), 0)
     long_B = runs_B >= TAIL
     ids = set(ids_BT[long_B, -1].tolist())
     if len(ids) != 1 or len(set(runs_B[long_B].tolist())) < 2:
         return None
     tail = ids.pop()
     # An end of text may stand between documents too; a token of the text comes back all the time.
-    elsewhere = int((ids_BT == tail).sum()) - int(runs_B[ids_BT[:, -1] == tail].sum())
+    elsewhere = int((ids_BT[has_text_B] == tail).sum()) - int(runs_B[ids_BT[:, -1] == tail].sum())
     return tail if elsewhere <= len(ids_BT) else None

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stability_probe.checkpoints.base import OptimizerGroup, OptimizerState
@@ -60,7 +61,7 @@ def name_optimizer_state(raw: Mapping[str, Any], model: nn.Module) -> OptimizerS
                 continue
             exp_avg[name] = first
             step[name] = _step(entry, stored.groups[index])
-            if isinstance(entry.get("exp_avg_sq"), Tensor):
+            if _is_plain(entry.get("exp_avg_sq")):
                 exp_avg_sq[name] = entry["exp_avg_sq"]
     groups = tuple(_settings(group) for group in stored.groups)
     notes += _doubts(stored, len(group_of) - len(exp_avg))
@@ -87,7 +88,7 @@ def misfits(raw: Mapping[str, Any], model: nn.Module) -> tuple[str, ...]:
         orders = [list(itertools.chain(*order)) for order in usual if tuple(map(len, order)) == sizes]
     stored_shapes = [_moment_shapes(stored.entries.get(key, {})) for key in itertools.chain(*stored.ids)]
     of_model = Counter(shapes.values())
-    permuted = all(Counter(own[at] for own in stored_shapes if len(own) > at) == of_model for at in (0, 1))
+    permuted = all(Counter(own[at] for own in stored_shapes if len(own) > at) <= of_model for at in (0, 1))
     if (written is None and permuted) or any("rank" in group or "projector" in group for group in stored.groups):
         return ()
     found = [_disagreements(order, stored_shapes, shapes) for order in orders if set(order) <= set(shapes)]
@@ -101,21 +102,29 @@ def _moment_shapes(entry: Mapping[str, Any]) -> list[tuple[int, ...]]:
 def _disagreements(
     names: list[str], stored: list[list[tuple[int, ...]]], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, ...] | None:
-    """What does not fit in this order; None where no matrix fits, or all that does not is part of its parameter."""
-    pairs = [(name, own) for name, own in zip(names, stored, strict=True) if own]
-    wrong = [(name, shape) for name, own in pairs for shape in own[:2] if shape != shapes[name]]
-    whole = any(len(shapes[name]) >= 2 and shapes[name] in own for name, own in pairs)
-    if not whole or (len(wrong) > 2 and all(_is_part(shape, shapes[name]) for name, shape in wrong)):
+    """What does not fit in this order; None where no matrix fits, or half of what does not is part of its parameter.
+
+    Moments with fewer sides than their parameter are smaller by design: one number a tensor, flat buffers, none here.
+    """
+    pairs = [(name, shape) for name, own in zip(names, stored, strict=True) for shape in own if 0 not in shape]
+    wrong = [pair for pair in pairs if len(pair[1]) == len(shapes[pair[0]]) and pair[1] != shapes[pair[0]]]
+    whole = any(len(shape) >= 2 and shape == shapes[name] for name, shape in pairs)
+    parts = sum(_is_part(shape, shapes[name]) for name, shape in wrong)
+    if not whole or (len(wrong) > 2 and 2 * parts >= len(wrong)):
         return None
-    return tuple(f"{name}: stored {shape}, model {shapes[name]}" for name, shape in dict(wrong).items())
+    told = {name: shape for name, shape in wrong if not _is_padded(shape, shapes[name])}
+    return tuple(f"{name}: stored {shape}, model {shapes[name]}" for name, shape in told.items())
 
 
 def _is_part(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether the shape is that of one of several equal parts: one side divided, or everything flat."""
-    if len(shape) != len(whole):
-        return len(shape) == 1 and shape[0] > 0 and math.prod(whole) % shape[0] == 0
+    """Whether the shape is that of one of several equal parts: one side divided."""
     sides = [(own, full) for own, full in zip(shape, whole, strict=True) if own != full]
     return len(sides) == 1 and sides[0][0] > 0 and sides[0][1] % sides[0][0] == 0
+
+
+def _is_padded(shape: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    """Whether only rows were added: a vocabulary that was padded for training, and trimmed when it was saved."""
+    return shape[1:] == own[1:] and shape[0] > own[0]
 
 
 def _checked(raw: Mapping[str, Any]) -> _Stored | str:
@@ -151,7 +160,11 @@ def _kind(stored: _Stored) -> str:
 
 
 def _first_moment(entry: Mapping[str, Any]) -> Tensor | None:
-    return next((entry[name] for name in FIRST_MOMENTS if isinstance(entry.get(name), Tensor)), None)
+    return next((entry[name] for name in FIRST_MOMENTS if _is_plain(entry.get(name))), None)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_complex()
 
 
 _Naming = tuple[list[list[str]], str, tuple[str, ...]]
@@ -215,13 +228,22 @@ def _fits(stored: _Stored, names: list[list[str]], shapes: Mapping[str, tuple[in
 def _step(entry: Mapping[str, Any], group: Mapping[str, Any]) -> int:
     """Updates done: kept by parameter, or by group (apex, DeepSpeed); 0 where neither says."""
     step = _number(entry.get("step", group.get("step", 0)), 0)
-    return int(step) if math.isfinite(step) else 0
+    return max(int(step), 0) if math.isfinite(step) else 0
 
 
 def _number(value: Any, default: float = _NAN) -> float:
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if _is_plain(value) and value.numel() == 1 and not value.is_meta:
         value = value.item()
-    return float(value) if isinstance(value, (int, float)) else default
+    try:
+        return float(value) if isinstance(value, (int, float)) else default
+    except OverflowError:
+        return default
+
+
+def _decay(value: Any) -> float:
+    """A moment's decay rate; NaN where it is none."""
+    rate = _number(value)
+    return rate if 0 <= rate <= 1 else _NAN
 
 
 def _settings(group: Mapping[str, Any]) -> OptimizerGroup:
@@ -232,7 +254,7 @@ def _settings(group: Mapping[str, Any]) -> OptimizerGroup:
     )
     return OptimizerGroup(
         lr=_number(group.get("lr")),
-        betas=(_number(pair[0]), _number(pair[1])),
+        betas=(_decay(pair[0]), _decay(pair[1])),
         eps=_number(group.get("eps")),
         weight_decay=_number(group.get("weight_decay"), 0.0),
     )

@@ -191,7 +191,7 @@ def add_output(
     """Add one output tensor to its module's fingerprint, row by row, so that grouping rows changes nothing."""
     fingerprint = into.setdefault((call.name, index), Fingerprint())
     values = values.detach()
-    has_rows = values.shape[0] == watcher.rows and values.dim() > 1
+    has_rows = values.dim() > 1 and values.shape[0] == watcher.rows
     if has_rows and values.dim() == 3:
         values = values[:, ::stride]
     values = values.float().contiguous()  # once: the sketch and the norm would each convert and gather it

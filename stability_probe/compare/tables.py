@@ -190,7 +190,8 @@ def loss_scale_needed(reference: ReferenceRun, low: LowRun) -> float | None:
     """The power of two that lifts fp16 gradients as far as their maximum allows; None for other formats."""
     if low.precision.gradients is not FP16:
         return None
-    return fp16_loss_scale(float(reference.tap.gradient_range[low.precision.name].absmax))
+    seen = reference.tap.gradient_range.get(low.precision.name)  # nothing where no position has a target
+    return fp16_loss_scale(float(seen.absmax)) if seen is not None else None
 
 
 def output_report(reference: ReferenceRun, low: LowRun) -> OutputReport:

@@ -23,13 +23,13 @@ def trial(bench: Bench, module: str, precision: str = "bf16") -> Reading:
         CannotRun: the head is no linear layer, or its logits are capped afterwards.
     """
     head = bench.subject.module.get_submodule(module)
-    if not isinstance(head, nn.Linear) or bench.measurements.output_softcap:
+    if type(head) is not nn.Linear or bench.measurements.output_softcap:
         raise CannotRun("needs a linear head whose logits go into the softmax as they are")
 
     def centred(_original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(hidden: Tensor) -> Tensor:
+        def run(input: Tensor) -> Tensor:  # named as in nn.Linear.forward, which may be called by keyword
             bias = None if head.bias is None else head.bias - head.bias.mean()
-            return F.linear(hidden, head.weight - head.weight.mean(0), bias)
+            return F.linear(input, head.weight - head.weight.mean(0), bias)
 
         return run
 

@@ -142,12 +142,13 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     # A bad row has a large gradient on any weights.
     steep = (
         usual_norm is not None
+        and usual_norm > 0
         and m.global_grad_norm >= t["steep"].value * usual_norm
         and not any(row["flags"] for row in records(m.rows))
     )
     dearer = usual is not None and m.loss >= usual + clear_margin(m, t, "fell")
     fell = steep or dearer
-    cold = fell and entropy >= t["cold"].value * uniform
+    cold = fell and uniform > 0 and entropy >= t["cold"].value * uniform
     # Layers differ in what they had before the factor came on top: some may be past any limit, and others not.
     partly = fell and not cold and max(largest) >= t["some"].value and low >= t["all"].value
     if not (hot or cold or partly):
@@ -212,6 +213,14 @@ RULE = Rule(
                 "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05, "usual_grad_norm": 1.0},
             },
             True,
+        ),
+        Case(
+            "near miss: a flat model under a log whose gradient norms are all zero",
+            {
+                "heads": [{**row, "max_logit": row["max_logit"] / 8, "entropy": 4.4} for row in _cases.heads()],
+                "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05, "usual_grad_norm": 0.0},
+            },
+            False,
         ),
         Case(
             "near miss: a steep gradient on a flat model, from a row that is flagged",

@@ -173,7 +173,7 @@ def _grad_norm(m: Measurements, log: LogFacts, t: dict[str, Threshold]) -> tuple
     if not is_number(logged):
         wrong, said, strength = True, "not finite", 10.0
         factor = ""
-    elif usual is None or not same or not norm > 0:
+    elif usual is None or not usual > 0 or not same or not norm > 0:
         return None
     else:
         factor = clean_factor(logged / norm, t["clean_within"].value)
@@ -277,6 +277,11 @@ RULE = Rule(
         Case(
             "near miss: the same under another gradient norm",
             {"log": {**_LOG, "loss_spread": 0.4, "logged_loss": 4.4, "logged_grad_norm": 1.1}},
+            False,
+        ),
+        Case(
+            "near miss: a log whose gradient norms are all zero",
+            {"log": {**_LOG, "usual_grad_norm": 0.0, "logged_loss": 3.41, "logged_grad_norm": 0.0}},
             False,
         ),
         Case("near miss: the log agrees", {"log": {**_LOG, "logged_loss": 3.52, "logged_grad_norm": 1.2}}, False),

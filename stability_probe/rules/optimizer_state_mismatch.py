@@ -105,7 +105,9 @@ def _misfit(m: Measurements) -> Suspect:
     return Suspect(
         cause=RULE.slug,
         summary=f"The moments of {plural(count, 'parameter')} have another shape than the parameter ({first}).",
-        location=Location(parameters=tuple(said.partition(": ")[0] for said in m.optimizer_misfits[:NAMED_AT_MOST])),
+        location=Location(
+            parameters=tuple(said.rpartition(": stored ")[0] for said in m.optimizer_misfits[:NAMED_AT_MOST])
+        ),
         evidence=(
             Evidence("parameters whose moments have another shape", count, "", 0, "a state of this model"),
             Evidence("the first of them", first),
