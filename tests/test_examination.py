@@ -59,8 +59,7 @@ def test_no_step_is_judged_by_a_loss_that_differs_each_time():
 @pytest.mark.parametrize(("foreign", "kept"), [(2, True), (200, False)])
 def test_ids_of_a_baseline_that_no_embedding_has_are_told(tmp_path, foreign, kept):
     made = tiny("llama")
-    healthy = baseline()
-    healthy["input_ids"] = healthy["input_ids"].clone()
+    healthy = {**baseline(), "input_ids": baseline()["input_ids"].clone()}
     healthy["input_ids"].view(-1)[:foreign] += 100_000
     files = [incidents.saved(rows, tmp_path / f"{name}.pt") for name, rows in (("b", batch()), ("c", healthy))]
     incident = load_incident(Request(ckpt=made.ckpt, batch=files[0], baselines=(files[1],)))
