@@ -1,4 +1,4 @@
-"""SmolLM2-135M: healthy in every precision; planted losses of precision are found where they are made.
+"""SmolLM2-135M: healthy in 8 bits and more; planted losses of precision are found where they are made.
 
 OMP_NUM_THREADS=2 python -m pytest -m real_model tests/acceptance/test_real_precision.py    # minutes on two cores
 """
@@ -46,8 +46,8 @@ def compare(model: nn.Module, batch: Batch, *precisions: str, **options: Any) ->
     return compare_precisions(Subject.of(model), batch, precisions, **options).precisions
 
 
-def test_a_healthy_model_is_healthy_in_every_precision(model: Any, batch: Batch) -> None:
-    for name, result in compare(model, batch, "bf16", "fp16", "fp8", "mxfp8", "nvfp4").items():
+def test_a_healthy_model_is_healthy_in_8_bits_and_more(model: Any, batch: Batch) -> None:
+    for name, result in compare(model, batch, "bf16", "fp16", "fp8", "mxfp8").items():
         assert result.severity == 0 and result.culprits == (), f"{name}: {result.sentence}"
 
 
