@@ -81,8 +81,7 @@ def misfits(raw: Mapping[str, Any], model: nn.Module) -> tuple[str, ...]:
     written = _written_names(stored)
     sizes = tuple(len(ids) for ids in stored.ids)
     if written is not None:
-        by_canonical = {canonical(name): name for name in shapes}
-        orders = [[by_canonical.get(canonical(name), name) for name in itertools.chain(*written[0])]]
+        orders = [list(itertools.chain(*_as_in_model(written[0], shapes)))]
     else:
         usual = [order for _, order in candidate_orders(model, sizes)]
         orders = [list(itertools.chain(*order)) for order in usual if tuple(map(len, order)) == sizes]
@@ -176,8 +175,7 @@ def _named(stored: _Stored, model: nn.Module) -> _Naming | str:
     written = _written_names(stored)
     if written is not None:
         found, rule = written
-        by_canonical = {canonical(name): name for name in shapes}
-        names = [[by_canonical.get(canonical(name), name) for name in group] for group in found]
+        names = _as_in_model(found, shapes)
         strangers = [name for name in itertools.chain(*names) if name not in shapes]
         if strangers:
             return (
@@ -198,6 +196,12 @@ def _named(stored: _Stored, model: nn.Module) -> _Naming | str:
     rivals = [other for other, another in fitting[1:] if another != order]
     notes = (f"the order of the optimizer's parameters is a guess: {rivals[0]} fits as well",) if rivals else ()
     return order, rule, notes
+
+
+def _as_in_model(written: list[list[str]], shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
+    """The model's own names for those that the file wrote, by group; a stranger keeps its name."""
+    by_canonical = {canonical(name): name for name in shapes}
+    return [[by_canonical.get(canonical(name), name) for name in group] for group in written]
 
 
 def _written_names(stored: _Stored) -> tuple[list[list[str]], str] | None:
