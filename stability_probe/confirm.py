@@ -12,11 +12,12 @@ from __future__ import annotations
 import importlib
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stability_probe.errors import ProbeError
-from stability_probe.interventions.bench import Bench, CannotRun, Reading, reading_of
+from stability_probe.interventions.bench import Bench, CannotRun, Reading, reading_of, repaired_reading, tried
 from stability_probe.judge import Measure, Plan, Rule, Suspect
 from stability_probe.measure import Measurements
 from stability_probe.schema import InterventionRecord, Outcome, Ranked, Remedy, Status, Verdict
@@ -64,13 +65,18 @@ TRIALS_PER_RULE = 4
 
 @dataclass(frozen=True)
 class Trial:
-    """One intervention that was run, or could not be run (`reading` is None and `problem` says why)."""
+    """One intervention that was run, or could not be run (`reading` is None and `problem` says why).
+
+    Attributes:
+        held: the repair of another cause that was in place meanwhile.
+    """
 
     suspect: Suspect
     plan: Plan
     of_the_data: bool
     reading: Reading | None
     problem: str = ""
+    held: Trial | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,9 @@ def confirm(
             trials += _run(suspect, bench, advance)
     judged = [judge_trials(suspect, trials, before, bench) for suspect in suspects]
     ranked = rank(judged, order)
+    if on_top := repairs_on_top(ranked, judged, trials, before, bench, order):
+        judged = [judge_trials(suspect, [*trials, *on_top], before, bench) for suspect in suspects]
+        ranked = rank(judged, order)
     records = [record for item in judged for record in item.records]
     return verdict_of(ranked, judged, rules, bench, records), records
 
@@ -148,11 +157,73 @@ def count_trials(suspects: list[Suspect], order: dict[str, int]) -> int:
     return sum(len(suspect.plans) for suspect in chosen(suspects, order))
 
 
-def _run(suspect: Suspect, bench: Bench, advance: Callable[[int], None]) -> Iterable[Trial]:
+def repairs_on_top(
+    ranked: list[tuple[Ranked, Suspect]],
+    judged: list[Judged],
+    trials: list[Trial],
+    before: Reading,
+    bench: Bench,
+    order: dict[str, int],
+) -> list[Trial]:
+    """What the repairs that gained nothing alone gain once the first cause is repaired: two faults can hide each other.
+
+    Labels of another position leave nothing for a repair of the weights to win, a model without positions nothing for
+    its head. Only gains that count as a cause are returned.
+    """
+    first = held_repair(ranked, trials, before, bench)
+    if first is None or first.reading is None:
+        return []
+    repaired = _kind(first.plan).repaired(bench, **first.plan.arguments)
+    states = {id(item.suspect): status_of(item) for item in judged}
+    found = []
+    for suspect in chosen(suspects=[item.suspect for item in judged], order=order):
+        hidden = states[id(suspect)] in (None, "latent") and "loss" in suspect.measures and not suspect.last_resort
+        if suspect.cause == first.suspect.cause or not hidden:
+            continue
+        plans = tuple(plan for plan in suspect.plans if hasattr(_kind(plan), "repaired"))
+        for trial in _run(replace(suspect, plans=plans), repaired, read=repaired_reading):
+            change = f"{trial.plan.change}, on top of: {first.plan.change}"
+            trial = replace(trial, suspect=suspect, plan=replace(trial.plan, change=change), held=first)
+            explained = judge_trials(suspect, [*trials, trial], before, bench).explained
+            if trial.reading is not None and explained is not None and explained >= LIKELY:
+                found.append(trial)
+    return found
+
+
+def held_repair(
+    ranked: list[tuple[Ranked, Suspect]], trials: list[Trial], before: Reading, bench: Bench
+) -> Trial | None:
+    """The best repair of the first cause, where it lowers the loss and leaves something to explain."""
+    if not ranked or ranked[0][0].status != "confirmed" or not math.isfinite(before["loss"]):
+        return None
+    own = [
+        (trial.reading["loss"], index)
+        for index, trial in enumerate(trials)
+        if trial.suspect is ranked[0][1] and trial.reading is not None and hasattr(_kind(trial.plan), "repaired")
+    ]
+    if not own:
+        return None
+    lowest, index = min(own)
+    noise = noise_of("loss", before["loss"], bench, of_the_data=False)
+    usual = bench.measurements.log.usual_loss if bench.measurements.log else None  # the baseline shares the state
+    settled = usual is not None and lowest - usual <= noise
+    return trials[index] if before["loss"] - lowest > noise and not settled else None
+
+
+def _kind(plan: Plan) -> Any:
+    return importlib.import_module(f"stability_probe.interventions.{plan.intervention}")
+
+
+def _run(
+    suspect: Suspect,
+    bench: Bench,
+    advance: Callable[[int], None] = lambda _: None,
+    read: Callable[[Any, Bench, Mapping[str, Any]], Reading] = tried,
+) -> Iterable[Trial]:
     for plan in suspect.plans:
-        kind = importlib.import_module(f"stability_probe.interventions.{plan.intervention}")
+        kind = _kind(plan)
         try:
-            reading, problem = kind.trial(bench, **plan.arguments), ""
+            reading, problem = read(kind, bench, plan.arguments), ""
         except CannotRun as reason:
             reading, problem = None, str(reason)
         except ProbeError as failed:  # the model's own code under a change: the report goes on without this repair
@@ -191,11 +262,18 @@ def judge_trials(suspect: Suspect, trials: list[Trial], before: Reading, bench: 
                 continue
             if measure == "nonfinite" and before[measure] == 0.0:
                 continue
+            start = before[measure]
+            if trial.held is not None:
+                if trial.held.reading is None or measure not in trial.held.reading or measure == "nonfinite":
+                    continue
+                start = trial.held.reading[measure]
             reference = reference_for(measure, trial, trials, before, bench)
-            share = explained_share(measure, before[measure], after, reference, bench, trial.of_the_data)
+            share = explained_share(measure, start, after, reference, bench, trial.of_the_data)
             if share is not None and does_harm(trial, before):
                 share = 0.0
-            records.append(_record(trial, measure, before[measure], after, reference, share))
+            records.append(_record(trial, measure, start, after, reference, share))
+            if trial.held is not None and share:
+                share *= share_left(measure, before[measure], start, reference)
             shares.append(share)
     known = [share for share in shares if share is not None]
     explained = max(known) if known else None
@@ -205,11 +283,21 @@ def judge_trials(suspect: Suspect, trials: list[Trial], before: Reading, bench: 
     return Judged(suspect, explained, tuple(records), untested, needed)
 
 
+def share_left(measure: Measure, before: float, start: float, reference: float | None) -> float:
+    """Of the whole excess, what the repair that is held in place leaves to explain."""
+    if reference is None:
+        return 0.0
+    if measure == "grad_norm":
+        before, start, reference = (math.log(max(value, 1e-30)) for value in (before, start, reference))
+    return min(1.0, max(0.0, (start - reference) / (before - reference))) if before > reference else 0.0
+
+
 def does_harm(trial: Trial, before: Reading) -> bool:
     """Whether a change of the state makes the loss of the same rows dearer than it was."""
     if trial.of_the_data or trial.reading is None or "loss" not in trial.reading:
         return False
-    was, now = before.get("loss", math.nan), trial.reading["loss"]
+    was = (trial.held.reading if trial.held and trial.held.reading else before).get("loss", math.nan)
+    now = trial.reading["loss"]
     return math.isfinite(was) and not now <= was + HARM
 
 

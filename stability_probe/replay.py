@@ -362,7 +362,7 @@ def _look_at_logits(logits_BTV: Tensor, targets_BT: Tensor, log_z_BT: Tensor, ro
     targets = targets_BT.to(logits_BTV.device)
     for index, row in enumerate(rows):
         for offset in OFFSETS:
-            moved = _moved(targets[index], offset)
+            moved = moved_targets(targets[index], offset)
             valid = moved != IGNORED
             picked = logits_BTV[index].gather(-1, moved.clamp_min(0).unsqueeze(-1)).squeeze(-1).float()
             loss = (log_z_BT[index] - picked)[valid].double().sum().item()
@@ -371,7 +371,7 @@ def _look_at_logits(logits_BTV: Tensor, targets_BT: Tensor, log_z_BT: Tensor, ro
         _round_logits(logits_BTV, targets, log_z_BT, rows, trace)
 
 
-def _moved(targets_T: Tensor, offset: int) -> Tensor:
+def moved_targets(targets_T: Tensor, offset: int) -> Tensor:
     """Targets moved `offset` positions further into the future; positions without one become IGNORED."""
     moved = torch.full_like(targets_T, IGNORED)
     T = targets_T.shape[0]

@@ -328,3 +328,22 @@ def test_an_odd_weight_that_the_model_needs_is_no_danger():
 
     assert status(4.6) is None  # a super weight: without it the model is worse by a nat
     assert status(3.42) == "latent"  # a flipped bit that this batch does not use
+
+
+@given(st.floats(5, 20), st.floats(3, 5), st.floats(1, 3))
+def test_two_repairs_that_need_each_other_share_the_excess(before, between, after):
+    first, second = suspect("position-encoding"), suspect("softcap-mismatch")
+    held = trial(first, between)
+    trials = [held, trial(second, before + 0.05), dataclasses.replace(trial(second, after), held=held)]
+    one, two = (judge_trials(who, trials, {"loss": before}, bench_of(loss=before)) for who in (first, second))
+    assert one.explained == pytest.approx((before - between) / (before - after))
+    assert two.explained == pytest.approx(0.0 if between - after <= 0.02 else 1.0 - one.explained, abs=0.03)
+    assert two.records[-1].before == between  # each record's own share is that of what was left to explain
+
+
+def test_a_repair_on_top_that_makes_the_loss_dearer_explains_nothing():
+    first, second = suspect("position-encoding"), suspect("softcap-mismatch")
+    held = dataclasses.replace(trial(first, 3.0), reading={"loss": 3.0, "grad_norm": 50.0})
+    worse = dataclasses.replace(trial(second, 3.2), held=held, reading={"loss": 3.2, "grad_norm": 1.0})
+    before = {"loss": 5.0, "grad_norm": 60.0}
+    assert judge_trials(second, [held, worse], before, bench_of(loss=5.0)).explained == 0.0

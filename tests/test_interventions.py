@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stability_probe import interventions
-from stability_probe.interventions.bench import Bench, CannotRun, StepBench
+from stability_probe.interventions.bench import Bench, CannotRun, StepBench, tried
 from stability_probe.interventions.change_precision import in_fp32
 from stability_probe.interventions.clamp_channel import clamped
 from stability_probe.interventions.clip_gains import clipped_gains
@@ -35,7 +35,7 @@ def bench_of(model, batch=None, **changes):
 
 
 def trial(name, bench, **arguments):
-    return importlib.import_module(f"stability_probe.interventions.{name}").trial(bench, **arguments)
+    return tried(importlib.import_module(f"stability_probe.interventions.{name}"), bench, arguments)
 
 
 def snapshot(model):

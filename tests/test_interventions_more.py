@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from fixtures.lagged_language import MIXTRAL, experts, sequences
 from stability_probe.batches.base import Batch
-from stability_probe.interventions.bench import CannotRun
+from stability_probe.interventions import cap_logits, realign_labels, rescale_logits
+from stability_probe.interventions.bench import CannotRun, tried
 from stability_probe.interventions.cap_logits import without_cap
 from stability_probe.interventions.change_rotary import reordered, with_theta
 from stability_probe.interventions.constrain_mixing import doubly_stochastic, unit_norm
@@ -32,7 +33,7 @@ from tests.test_replay import batch_of, decoder
 
 
 def trial(name, bench, **arguments):
-    return importlib.import_module(f"stability_probe.interventions.{name}").trial(bench, **arguments)
+    return tried(importlib.import_module(f"stability_probe.interventions.{name}"), bench, arguments)
 
 
 CHANGES = {
@@ -322,3 +323,26 @@ def test_a_clamp_holds_one_channel_or_all(channel, held):
         found = part(torch.full((2, 3, 4), 9.0))
     assert ((found == 1.0).all((0, 1))).tolist() == held
     assert bool((part(torch.full((1, 4), 9.0)) == 9.0).all())
+
+
+def test_repairs_are_held_on_top_of_each_other():
+    model = decoder("llama")
+    bench = bench_of(model)
+    before = snapshot(model)
+    held = cap_logits.repaired(rescale_logits.repaired(bench, 0.5), 2.0)
+    trace = replay(
+        bench.subject, bench.batch, detail=False, backward=False, change_logits=lambda x: softcap(x, 2.0),
+        extra=lambda: AttentionChange(rescaled(0.5)).on(model, [s.name for s in bench.subject.anatomy.attention]),
+    )  # fmt: skip
+    assert held.read()["loss"] == trace.loss
+    undone = cap_logits.repaired(held, 2.0, remove=True).read()["loss"]
+    assert undone == pytest.approx(rescale_logits.repaired(bench, 0.5).read()["loss"], abs=1e-5)
+    after = snapshot(model)
+    assert all(after[n][0] == before[n][0] and torch.equal(after[n][1], before[n][1]) for n in before)
+
+
+@pytest.mark.parametrize(("offset", "rows"), [(-1, None), (2, [1]), (0, None)])
+def test_moved_targets_cost_what_the_offset_sums_say(offset, rows):
+    bench = bench_of(decoder("llama"))
+    summed = realign_labels.trial(bench, offset, rows)["loss"]
+    assert realign_labels.repaired(bench, offset, rows).read()["loss"] == pytest.approx(summed, abs=1e-5)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from stability_probe.checkpoints.base import OptimizerState
 from stability_probe.judge import Measure
 from stability_probe.measure import Measurements
 from stability_probe.optimizer_step import StepSetting
-from stability_probe.replay import Trace, replay
+from stability_probe.replay import Change, Trace, replay
 
 Reading = dict[Measure, float]
 
@@ -48,6 +48,8 @@ class Bench:
         trace: fp32 replay of the batch; `reduced` the replays in other precisions, by name.
         healthy: the baseline batch and its fp32 replay, or None.
         with_gradients: replays measure gradients too (the excess to explain is one of gradients).
+        held, change_logits: repairs that are in place in each replay: contexts, the outermost first, and what is
+            done to the output logits.
     """
 
     subject: Any
@@ -59,19 +61,51 @@ class Bench:
     step: StepBench | None
     microbatch: int = 1
     with_gradients: bool = False
+    held: tuple[Callable[[], Any], ...] = ()
+    change_logits: Change | None = None
 
-    def read(self, extra: Callable[[], Any] = nullcontext, precision: str = "fp32") -> Reading:
-        """Replay the batch with a change in place, and read what came out."""
+    def holding(self, context: Callable[[], Any] | None = None, change_logits: Change | None = None) -> Bench:
+        """The same bench with a change of the state in place, inside those that it already holds."""
+        held = self.held if context is None else (*self.held, context)
+        before, after = self.change_logits, change_logits
+        both = (lambda logits: after(before(logits))) if before and after else after or before
+        return replace(self, held=held, change_logits=both)
+
+    def read(self) -> Reading:
+        """Replay the batch with what is held in place, and read what came out."""
+
+        @contextmanager
+        def inside() -> Iterator[None]:
+            with ExitStack() as stack:
+                for context in self.held:
+                    stack.enter_context(context())
+                yield
+
         trace = replay(
             self.subject,
             self.batch,
-            precision,
             backward=self.with_gradients,
             detail=False,
             microbatch=self.microbatch,
-            extra=extra,
+            change_logits=self.change_logits,
+            extra=inside,
         )
         return reading_of(trace)
+
+
+def tried(kind: Any, bench: Bench, arguments: Mapping[str, Any]) -> Reading:
+    """What one kind of intervention (a module of this package) gives: its own reading, or that of the repaired bench.
+
+    Raises:
+        CannotRun: it cannot be run on this bench.
+    """
+    return kind.trial(bench, **arguments) if hasattr(kind, "trial") else repaired_reading(kind, bench, arguments)
+
+
+def repaired_reading(kind: Any, bench: Bench, arguments: Mapping[str, Any]) -> Reading:
+    """A new replay with the repair in place, beside whatever the bench already holds."""
+    repaired: Bench = kind.repaired(bench, **arguments)
+    return repaired.read()
 
 
 def reading_of(trace: Trace) -> Reading:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stability_probe.interventions.bench import Bench, CannotRun, Reading, reading_of
+from stability_probe.interventions.bench import Bench, CannotRun
 from stability_probe.mitigations import softcap
-from stability_probe.replay import replay
 from stability_probe.taps.attention_change import AttentionChange, allowed
 
 OF_THE_DATA = False
@@ -15,23 +14,15 @@ OF_THE_DATA = False
 SATURATED = 1.0 - 1e-6
 
 
-def trial(bench: Bench, cap: float, where: str = "output", remove: bool = False) -> Reading:
-    """Replay with the cap applied to (or removed from) the output logits, or all attention logits.
+def repaired(bench: Bench, cap: float, where: str = "output", remove: bool = False) -> Bench:
+    """The bench with the cap applied to (or removed from) the output logits, or all attention logits.
 
     Raises:
         CannotRun: `where` is "attention", and no attention module is known.
     """
     change = without_cap if remove else softcap
     if where == "output":
-        trace = replay(
-            bench.subject,
-            bench.batch,
-            backward=bench.with_gradients,
-            detail=False,
-            microbatch=bench.microbatch,
-            change_logits=lambda logits: change(logits, cap),
-        )
-        return reading_of(trace)
+        return bench.holding(change_logits=lambda logits: change(logits, cap))
     sites = [site.name for site in bench.subject.anatomy.attention]
     if not sites:
         raise CannotRun("no attention module was found in this model")
@@ -39,7 +30,7 @@ def trial(bench: Bench, cap: float, where: str = "output", remove: bool = False)
     def changed(logits: Tensor, _start: int) -> Tensor:
         return torch.where(allowed(logits), change(logits, cap), logits)
 
-    return bench.read(lambda: AttentionChange(changed).on(bench.subject.module, sites))
+    return bench.holding(lambda: AttentionChange(changed).on(bench.subject.module, sites))
 
 
 def without_cap(logits: Tensor, cap: float) -> Tensor:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stability_probe.interventions.bench import Bench, CannotRun, Reading, swapped
+from stability_probe.interventions.bench import Bench, CannotRun, swapped
 from stability_probe.models.anatomy import Attention
 
 OF_THE_DATA = False
 
 
-def trial(bench: Bench, theta: float | None = None, layout: str | None = None) -> Reading:
-    """Replay with rotary base `theta`, or with the query and key weights reordered.
+def repaired(bench: Bench, theta: float | None = None, layout: str | None = None) -> Bench:
+    """The bench with rotary base `theta`, or with the query and key weights reordered.
 
     Args:
         layout: "halves" takes weights stored as neighbouring pairs (2i, 2i + 1) to halves (i, i + d/2);
@@ -37,7 +37,7 @@ def trial(bench: Bench, theta: float | None = None, layout: str | None = None) -
                 stack.enter_context(swapped(module, reordered(module, sites, layout)))
             yield
 
-    return bench.read(changed)
+    return bench.holding(changed)
 
 
 @contextmanager

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from stability_probe.interventions.bench import Bench, Reading
+from stability_probe.interventions.bench import Bench
 
 OF_THE_DATA = False
 
 
-def trial(bench: Bench, module: str, channel: int | None, limit: float) -> Reading:
-    """Replay with that channel of the module's output (None: every channel) clamped to ±limit."""
+def repaired(bench: Bench, module: str, channel: int | None, limit: float) -> Bench:
+    """The bench with that channel of the module's output (None: every channel) clamped to ±limit."""
     part = bench.subject.module.get_submodule(module)
-    return bench.read(functools.partial(clamped, part, channel, limit))
+    return bench.holding(functools.partial(clamped, part, channel, limit))
 
 
 @contextmanager

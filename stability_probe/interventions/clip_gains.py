@@ -8,20 +8,20 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from stability_probe.interventions.bench import Bench, CannotRun, Reading, swapped
+from stability_probe.interventions.bench import Bench, CannotRun, swapped
 from stability_probe.models.anatomy import Anatomy
 
 OF_THE_DATA = False
 
 
-def trial(bench: Bench, gammas: Mapping[int, float]) -> Reading:
-    """Replay with the logits of each layer × its factor, through both gains.
+def repaired(bench: Bench, gammas: Mapping[int, float]) -> Bench:
+    """The bench with the logits of each layer × its factor, through both gains.
 
     Raises:
         CannotRun: a layer has no q_norm or k_norm with a gain.
     """
     subject = bench.subject
-    return bench.read(functools.partial(clipped_gains, subject.module, subject.anatomy, gammas))
+    return bench.holding(functools.partial(clipped_gains, subject.module, subject.anatomy, gammas))
 
 
 @contextmanager

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from stability_probe.interventions.bench import Bench, CannotRun, Reading, swapped
+from stability_probe.interventions.bench import Bench, CannotRun, swapped
 from stability_probe.models.anatomy import Attention, HeadRows, head_rows, latent_head_rows, with_heads
 
 OF_THE_DATA = False
 
 
-def trial(bench: Bench, gammas: Mapping[tuple[int, int], float]) -> Reading:
-    """Replay with each head's logits × its factor.
+def repaired(bench: Bench, gammas: Mapping[tuple[int, int], float]) -> Bench:
+    """The bench with each head's logits × its factor.
 
     Raises:
         CannotRun: the layout of the projections is not known.
@@ -26,7 +26,7 @@ def trial(bench: Bench, gammas: Mapping[tuple[int, int], float]) -> Reading:
         site.layer: with_heads(module, site, len(heads[site.layer].max_logit)) if site.layer in heads else site
         for site in bench.subject.anatomy.attention
     }
-    return bench.read(functools.partial(clipped_heads, module, sites, gammas))
+    return bench.holding(functools.partial(clipped_heads, module, sites, gammas))
 
 
 @contextmanager

@@ -7,18 +7,18 @@ import functools
 import torch
 from torch import Tensor
 
-from stability_probe.interventions.bench import Bench, Reading, swapped
+from stability_probe.interventions.bench import Bench, swapped
 from stability_probe.mitigations import sinkhorn
 
 OF_THE_DATA = False
 
 
-def trial(bench: Bench, parameters: list[str], how: str = "sinkhorn") -> Reading:
-    """Replay with those matrices made doubly stochastic ("sinkhorn") or divided by their spectral norm ("norm")."""
+def repaired(bench: Bench, parameters: list[str], how: str = "sinkhorn") -> Bench:
+    """The bench with those matrices made doubly stochastic ("sinkhorn") or divided by their spectral norm ("norm")."""
     module = bench.subject.module
     change = doubly_stochastic if how == "sinkhorn" else unit_norm
     new = {name: change(module.get_parameter(name).detach()) for name in parameters}
-    return bench.read(functools.partial(swapped, module, new))
+    return bench.holding(functools.partial(swapped, module, new))
 
 
 def doubly_stochastic(matrix: Tensor) -> Tensor:

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stability_probe.interventions.bench import Bench, Reading
+from stability_probe.interventions.bench import Bench
 
 OF_THE_DATA = False
 
 
-def trial(bench: Bench, modules: list[str], limit: float | None = None) -> Reading:
-    """Replay with those routers recentred, or with their logits scaled down to |logit| ≤ limit."""
+def repaired(bench: Bench, modules: list[str], limit: float | None = None) -> Bench:
+    """The bench with those routers recentred, or with their logits scaled down to |logit| ≤ limit."""
 
     @contextmanager
     def changed() -> Iterator[None]:
@@ -25,7 +25,7 @@ def trial(bench: Bench, modules: list[str], limit: float | None = None) -> Readi
                 stack.enter_context(recentred(bench.subject.module.get_submodule(name), limit))
             yield
 
-    return bench.read(changed)
+    return bench.holding(changed)
 
 
 @contextmanager

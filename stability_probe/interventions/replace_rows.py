@@ -6,16 +6,16 @@ import functools
 
 import torch
 
-from stability_probe.interventions.bench import Bench, Reading, swapped
+from stability_probe.interventions.bench import Bench, swapped
 
 OF_THE_DATA = False
 
 
-def trial(bench: Bench, parameter: str, rows: list[int]) -> Reading:
-    """Replay with those rows rescaled to the median row norm; a zero row becomes the mean row."""
+def repaired(bench: Bench, parameter: str, rows: list[int]) -> Bench:
+    """The bench with those rows rescaled to the median row norm; a zero row becomes the mean row."""
     table = bench.subject.module.get_parameter(parameter).detach().clone()
     norms = torch.linalg.vector_norm(table, dim=1, keepdim=True)
     median = norms.median()
     fixed = table[rows] * (median / norms[rows].clamp_min(1e-30))
     table[rows] = torch.where(norms[rows] > 0, fixed, table.mean(0))
-    return bench.read(functools.partial(swapped, bench.subject.module, {parameter: table}))
+    return bench.holding(functools.partial(swapped, bench.subject.module, {parameter: table}))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stability_probe.interventions.bench import Bench, CannotRun, Reading
+from stability_probe.interventions.bench import Bench, CannotRun
 from stability_probe.taps.attention_change import AttentionChange, Change, allowed
 
 OF_THE_DATA = False
 
 
-def trial(bench: Bench, factor: float) -> Reading:
-    """Replay with all attention logits × factor; masked places stay masked.
+def repaired(bench: Bench, factor: float) -> Bench:
+    """The bench with all attention logits × factor; masked places stay masked.
 
     Raises:
         CannotRun: the model has no attention module that is known.
@@ -20,7 +20,7 @@ def trial(bench: Bench, factor: float) -> Reading:
     sites = [site.name for site in bench.subject.anatomy.attention]
     if not sites:
         raise CannotRun("no attention module was found in this model")
-    return bench.read(lambda: AttentionChange(rescaled(factor)).on(bench.subject.module, sites))
+    return bench.holding(lambda: AttentionChange(rescaled(factor)).on(bench.subject.module, sites))
 
 
 def rescaled(factor: float) -> Change:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 
-from stability_probe.interventions.bench import Bench, Reading, swapped
+from stability_probe.interventions.bench import Bench, swapped
 
 OF_THE_DATA = False
 
 
-def trial(bench: Bench, parameter: str, factor: float) -> Reading:
-    """Replay with the tensor × factor."""
+def repaired(bench: Bench, parameter: str, factor: float) -> Bench:
+    """The bench with the tensor × factor."""
     tensor = bench.subject.module.get_parameter(parameter).detach() * factor
-    return bench.read(functools.partial(swapped, bench.subject.module, {parameter: tensor}))
+    return bench.holding(functools.partial(swapped, bench.subject.module, {parameter: tensor}))

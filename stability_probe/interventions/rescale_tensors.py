@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from stability_probe.interventions.bench import Bench, Reading, swapped
+from stability_probe.interventions.bench import Bench, swapped
 
 OF_THE_DATA = False
 
 
-def trial(bench: Bench, factors: Mapping[str, float]) -> Reading:
-    """Replay with each named parameter × its factor."""
+def repaired(bench: Bench, factors: Mapping[str, float]) -> Bench:
+    """The bench with each named parameter × its factor."""
     module = bench.subject.module
     new = {name: module.get_parameter(name).detach() * factor for name, factor in factors.items()}
-    return bench.read(functools.partial(swapped, module, new))
+    return bench.holding(functools.partial(swapped, module, new))

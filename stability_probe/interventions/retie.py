@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 
-from stability_probe.interventions.bench import Bench, CannotRun, Reading, swapped
+from stability_probe.interventions.bench import Bench, CannotRun, swapped
 
 OF_THE_DATA = False
 
 
-def trial(bench: Bench, parameter: str, source: str) -> Reading:
-    """Replay with `parameter` equal to `source`.
+def repaired(bench: Bench, parameter: str, source: str) -> Bench:
+    """The bench with `parameter` equal to `source`.
 
     Raises:
         CannotRun: the two do not both exist with one shape.
@@ -18,4 +18,4 @@ def trial(bench: Bench, parameter: str, source: str) -> Reading:
     known = dict(bench.subject.module.named_parameters())
     if parameter not in known or source not in known or known[parameter].shape != known[source].shape:
         raise CannotRun(f"{parameter} and {source} are not two parameters of one shape")
-    return bench.read(functools.partial(swapped, bench.subject.module, {parameter: known[source].detach()}))
+    return bench.holding(functools.partial(swapped, bench.subject.module, {parameter: known[source].detach()}))

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from stability_probe.batches.base import Batch
-from stability_probe.interventions.bench import Bench, CannotRun, Reading
+from stability_probe.interventions.bench import Bench, CannotRun
 
 OF_THE_DATA = False
 
 
-def trial(bench: Bench) -> Reading:
-    """Replay with positions 0 … T−1.
+def repaired(bench: Bench) -> Bench:
+    """The bench with positions 0 … T−1.
 
     Raises:
         CannotRun: the model's forward takes no position ids.
@@ -22,7 +22,7 @@ def trial(bench: Bench) -> Reading:
     if "position_ids" not in bench.subject.takes:
         raise CannotRun("the model's forward takes no position_ids")
     batch = dataclasses.replace(bench.batch, position_ids_BT=plain_positions(bench.batch))
-    return dataclasses.replace(bench, batch=batch).read()
+    return dataclasses.replace(bench, batch=batch)
 
 
 def plain_positions(batch: Batch) -> Tensor:

@@ -7,14 +7,14 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from stability_probe.interventions.bench import Bench, CannotRun, Reading
+from stability_probe.interventions.bench import Bench, CannotRun
 from stability_probe.taps.attention_change import AttentionChange, allowed
 
 OF_THE_DATA = False
 
 
-def trial(bench: Bench, rows: list[int] | None = None) -> Reading:
-    """Replay with the diagonal unmasked for queries without a key; in these rows all tokens count as real.
+def repaired(bench: Bench, rows: list[int] | None = None) -> Bench:
+    """The bench with the diagonal unmasked for queries without a key; in these rows all tokens count as real.
 
     Raises:
         CannotRun: the model has no attention module that is known.
@@ -26,7 +26,7 @@ def trial(bench: Bench, rows: list[int] | None = None) -> Reading:
         mask = bench.batch.mask_BT.clone()
         mask[rows] = True
         bench = dataclasses.replace(bench, batch=dataclasses.replace(bench.batch, mask_BT=mask))
-    return bench.read(lambda: AttentionChange(see_itself).on(bench.subject.module, sites))
+    return bench.holding(lambda: AttentionChange(see_itself).on(bench.subject.module, sites))
 
 
 def see_itself(logits: Tensor, start: int) -> Tensor:

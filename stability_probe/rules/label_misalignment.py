@@ -287,6 +287,10 @@ def _by_the_audit(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
     if not rows or len(rows) < t["flagged_rows"].value * len(m.rows):
         return None
     reason = rows[0]["reason"].partition(": ")[2].rstrip(".") or "labels are not the next token"
+    said = _testified(rows[0]["reason"])
+    plans: tuple[Plan, ...] = ()
+    if said and said in m.offset_losses:
+        plans = (Plan("realign_labels", {"offset": said}, f"all targets moved by {said:+d}"),)
     return Suspect(
         cause=RULE.slug,
         summary=f"In {len(rows)} of {len(m.rows)} rows the stored labels are not the next token ({reason[:140]}).",
@@ -295,7 +299,9 @@ def _by_the_audit(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
             Evidence("rows whose labels are another shift of the ids", len(rows), f"of {len(m.rows)}", 0,
                      "a batch whose labels are the next token", t["flagged_rows"].value, t["flagged_rows"].source),
         ),
+        plans=plans,
         strength=1.0,
+        measures=("loss",),
         latent=True,
     )  # fmt: skip
 
