@@ -1,5 +1,6 @@
 """Planted losses of precision: each is the top introduced error, and its inheritors are not blamed."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from stability_probe.batches.base import IGNORED, Batch
 from stability_probe.compare.result import Comparison, ModuleError
+from stability_probe.compare.runs import FEW_BLOCKS, blocks_again
 from stability_probe.compare.session import compare_precisions
 from stability_probe.replay import Subject
 
@@ -256,3 +258,22 @@ def _rounded_where_token_zero(model: Any) -> Callable[..., Tensor]:
         return output.bfloat16().float() if seen["sick"] and torch.is_autocast_enabled("cpu") else output
 
     return hook
+
+
+def test_of_one_row_the_blocks_that_stand_out_are_sent_back_again() -> None:
+    model = llama(layers=12)
+    hurt = model.model.layers[9]
+    hurt.mlp.forward = functools.partial(lambda forward, x: truncated(forward(x)), hurt.mlp.forward)
+    found = compare(model, "bf16", on=batch(rows=1)).precisions["bf16"]
+    again = {m.module for m in found.modules if math.isfinite(m.grad_introduced_error)}
+    assert len(again) == FEW_BLOCKS and "model.layers.9" in again
+    assert "gradients of 8 of 12 blocks" in found.notes[0]
+    four = compare(model, "bf16", on=batch(rows=4)).precisions["bf16"]
+    assert {f"model.layers.{i}" for i in range(12)} < {
+        m.module for m in four.modules if math.isfinite(m.grad_introduced_error)
+    }
+
+
+@pytest.mark.parametrize(("blocks", "forwards", "done"), [(32, 1, 8), (32, 2, 16), (32, 9, 32), (80, 1, 20), (5, 1, 5)])
+def test_a_quarter_of_the_backward_is_done_again(blocks: int, forwards: int, done: int) -> None:
+    assert blocks_again(blocks, forwards) == done

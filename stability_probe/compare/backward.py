@@ -30,15 +30,20 @@ class BlockGradients:
 
     Attributes:
         rows: first rows of the forwards on which this is done.
+        quota: for how many of the blocks; where not for all, those that stand out most in the forward.
+        standing_out: how far the blocks' own errors in the forward are above those of the others, by name.
         loss_scale: of the precision; gradients of parameters have been divided by it, those of inputs have not.
     """
 
     blocks: tuple[str, ...]
     rows: frozenset[int]
+    quota: int
     loss_scale: float = 1.0
+    standing_out: Callable[[], dict[str, float]] = dict
     low: dict[str, Fingerprint] = field(default_factory=dict)
     again: dict[str, Fingerprint] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    chosen: frozenset[str] = frozenset()
     watching: bool = False
 
     @contextmanager
@@ -48,13 +53,19 @@ class BlockGradients:
             for block in self.blocks:
                 for name, parameter in model.get_submodule(block).named_parameters(prefix=block):
                     if parameter.requires_grad:
-                        stack.callback(parameter.register_hook(self._take(name)).remove)
+                        stack.callback(parameter.register_hook(self._take(block, name)).remove)
             yield
 
-    def _take(self, name: str) -> Callable[[Tensor], None]:
+    def _choose(self) -> None:
+        if not self.chosen:
+            error = self.standing_out() if self.quota < len(self.blocks) else {}
+            worst = sorted(self.blocks, key=lambda block: -error.get(block, 0.0))
+            self.chosen = frozenset(worst[: self.quota])
+
+    def _take(self, block: str, name: str) -> Callable[[Tensor], None]:
         @without_modes
         def hook(grad: Tensor) -> None:
-            if self.watching:
+            if self.watching and block in self.chosen:
                 _add(self.low, name, grad)
 
         return hook
@@ -73,6 +84,9 @@ class BlockGradients:
 
         @without_modes
         def at_output(grad: Tensor) -> None:
+            self._choose()
+            if name not in self.chosen:
+                return
             watcher.paused = True
             try:
                 self._again(name, module, args, kwargs, source, grad)
@@ -82,7 +96,12 @@ class BlockGradients:
                 watcher.paused = False
 
         outputs[0].register_hook(at_output)
-        source.register_hook(lambda grad: _add(self.low, name, grad / self.loss_scale))
+        source.register_hook(lambda grad: self._at_input(name, grad))
+
+    @without_modes
+    def _at_input(self, name: str, grad: Tensor) -> None:
+        if name in self.chosen:
+            _add(self.low, name, grad / self.loss_scale)
 
     def _again(self, name: str, module: nn.Module, args: Any, kwargs: Any, source: Tensor, grad: Tensor) -> None:
         leaf = source.detach().float().requires_grad_()

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -166,6 +167,21 @@ class RoundingTap:
         self.watcher = CallWatcher(self._left)
         with self.watcher.on(self.subject.module), self.backward.on(self.subject.module):
             yield
+
+    def standing_out(self) -> dict[str, float]:
+        """By block, the largest of its own errors so far, each over the median of the same module's in all blocks."""
+        alike: dict[str, dict[str, float]] = {}
+        for block in self.subject.anatomy.blocks:
+            for name, statistics in self.modules.items():
+                if name == block or name.startswith(f"{block}."):
+                    error = statistics.worst_own()[1].relative
+                    alike.setdefault(name[len(block) :], {})[block] = 0.0 if error != error else error
+        found: dict[str, float] = {}
+        for errors in alike.values():
+            usual = median(errors.values())
+            for block, error in errors.items():
+                found[block] = max(found.get(block, 0.0), error / usual if usual > 0 else 0.0)
+        return found
 
     @without_modes
     def _left(self, call: Call) -> None:

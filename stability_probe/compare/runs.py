@@ -30,6 +30,8 @@ from stability_probe.taps.modes import without_modes
 # vocabulary of 49 152 a look at each of them costs an eighth of the replay.
 CHUNK = 64
 LOGIT_STRIDE = 8
+SAMPLED = 4  # one forward in so many is sampled
+FEW_BLOCKS = 8  # a small model's backward is cheap, and the median of fewer siblings says little
 HIDDEN_FORMATS = ("E4M3", "E2M1", "E5M2")  # formats that recipes keep for the products, never for the logits
 
 Advance = Callable[[int], None]
@@ -171,7 +173,11 @@ def run_low(
     names = (*subject.anatomy.blocks, *(n for n in (subject.anatomy.final_norm, subject.anatomy.head) if n))
     rows = sampled_rows(batch.ids_BT.shape[0], microbatch)
     stride = position_stride(batch.ids_BT.shape[1])
-    tap = RoundingTap(subject, BlockGradients(names, rows, precision.loss_scale), stride)
+    quota = blocks_again(len(names), len(range(0, batch.ids_BT.shape[0], microbatch)))
+    # The head costs as much as six blocks of a small model: where there is room for a few alone, it is left out.
+    followed = names if quota == len(names) else subject.anatomy.blocks
+    tap = RoundingTap(subject, BlockGradients(followed, rows, quota, precision.loss_scale), stride)
+    tap.backward.standing_out = tap.standing_out
     heads = iter(reference.heads)
     variations: list[Tensor] = []
 
@@ -214,7 +220,12 @@ def sampled_rows(n_rows: int, microbatch: int) -> frozenset[int]:
     instructions (benchmarks/compare_precision.py, 4 × 512 tokens of SmolLM2-135M).
     """
     starts = list(range(0, n_rows, microbatch))
-    return frozenset(starts[::4])
+    return frozenset(starts[::SAMPLED])
+
+
+def blocks_again(blocks: int, forwards: int) -> int:
+    """Of how many blocks the backward is computed again: in a batch of few forwards a quarter of it is not all."""
+    return min(blocks, max(FEW_BLOCKS, math.ceil(blocks * forwards / SAMPLED)))
 
 
 def _tidied(advance: Advance) -> Advance:
