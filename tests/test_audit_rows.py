@@ -376,6 +376,11 @@ def test_encoded_text_and_markup() -> None:
     rng = np.random.default_rng(0)
     assert encodings.encoded_share(base64.encodebytes(rng.bytes(2000)).decode())[1] > 0.95
     assert encodings.encoded_share("\n".join(str(uuid.UUID(bytes=rng.bytes(16))) for _ in range(40)))[1] > 0.6
+    for one in ("={:02X}", "%{:02x}", "\\x{:02x}"):
+        written = "".join(one.format(byte) for byte in rng.bytes(400))
+        assert encodings.encoded_share(written) == ("escaped bytes", 1.0) and encodings.long_encoded_share(written) == 1
+        spaced = " and ".join(one.format(byte) for byte in rng.bytes(400))  # one in an address, say
+        assert encodings.encoded_share(spaced)[1] < 0.05
     for healthy in (
         GERMAN,
         "VILLAGE_TRONIC_PICASSO_IV_Z2_RAM1 = 0x1234 " * 9,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import struct
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from stability_probe.judge import Case, Rule, Suspect, judge, load_rules
@@ -16,7 +17,7 @@ from stability_probe.rules._tables import median, quantile
 from stability_probe.rules.attention_logit_growth import RULE as GROWTH
 from stability_probe.rules.attention_scale import uniform_entropy
 from stability_probe.rules.corrupt_weights import flipped_bit
-from stability_probe.rules.data_shift import student
+from stability_probe.rules.data_shift import rank_chance, student
 from stability_probe.rules.label_misalignment import RULE as LABELS
 from stability_probe.rules.label_misalignment import _testified
 from stability_probe.rules.logit_drift import bf16_spacing
@@ -216,3 +217,23 @@ def test_the_margin_of_few_rows_is_near_that_of_students_t() -> None:
         assert student(3.0, freedom) == pytest.approx(known, rel=0.07)
     assert student(3.0, 1.2) == student(3.0, 3.0)
     assert student(3.0, math.inf) == 3.0
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.lists(st.integers(10, 19), min_size=1, max_size=4))
+def test_the_rank_chance_is_the_share_of_orders(own: list[int], other: list[int]) -> None:
+    """Against every way to deal the rows out, one by one."""
+    mine, theirs = [2.0 * x for x in own], [3.0 * x - 20 for x in other]
+    assume(len({*mine, *theirs}) == len(mine) + len(theirs))
+    won = sum(a > b for a in mine for b in theirs)
+    dealt = 0
+    rows = [*mine, *theirs]
+    hands = list(itertools.combinations(range(len(rows)), len(mine)))
+    for hand in hands:
+        rest = [rows[at] for at in range(len(rows)) if at not in hand]
+        dealt += sum(rows[at] > b for at in hand for b in rest) >= won
+    assert rank_chance(mine, theirs) == pytest.approx(dealt / len(hands))
+
+
+def test_many_rows_are_not_ranked() -> None:
+    assert rank_chance([2.0] * 21, [1.0] * 3) == 1.0
+    assert rank_chance([2.0] * 6, [1.0] * 6) == pytest.approx(1 / 924)

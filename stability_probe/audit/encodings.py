@@ -21,6 +21,8 @@ _HIGH_WORD = re.compile("[À-ÖØ-öø-ÿ]{4,}")
 _BLOB = re.compile(r"[A-Za-z0-9+/_=-]{32,}")
 _HEX = re.compile(r"(?<![0-9A-Za-z])(?:[0-9a-f]{4,}|[0-9A-F]{4,})(?![0-9A-Za-z])")
 _BINARY = re.compile("0b[01]+")
+# Bytes written out one by one: quoted-printable, percent signs, C strings.
+_ESCAPED = re.compile(r"(?:[=%][0-9A-F]{2}|[=%][0-9a-f]{2}|\\x[0-9a-fA-F]{2}){4,}")
 _SPACE = re.compile(r"\s+")
 _TAG = re.compile(r"</?[A-Za-z][^<>]{0,300}>")
 
@@ -64,21 +66,22 @@ def mojibake(text: str) -> Mojibake | None:
 
 
 def encoded_share(text: str) -> tuple[str, float]:
-    """Share of the characters (white space aside) in base64-like or hex words, and which of the two is more (D16)."""
+    """Share of the characters (white space aside) in encoded bytes of one kind, and which kind is most (D16)."""
     bare = len(_SPACE.sub("", text))
     if not bare:
         return "", 0.0
     blob = sum(len(word) for word in _BLOB.findall(text) if _is_blob(word))
     hexes = sum(len(word) for word in _HEX.findall(text) if _is_hex(word))
-    kind = "base64-like words" if blob > hexes else "hexadecimal words"
-    return kind, max(blob, hexes) / bare
+    escaped = sum(map(len, _ESCAPED.findall(text)))
+    share, kind = max((hexes, "hexadecimal words"), (blob, "base64-like words"), (escaped, "escaped bytes"))
+    return kind, share / bare
 
 
 def long_encoded_share(text: str) -> float:
-    """Share of the characters (white space aside) in base64-like or hex words of 32 and more: no table has these."""
+    """As `encoded_share`, in words of 32 characters and more (escaped bytes: runs of four): no table has these."""
     bare = len(_SPACE.sub("", text))
-    found = (word for word in _BLOB.findall(text) if _is_blob(word) or _is_long_hex(word))
-    return sum(map(len, found)) / bare if bare else 0.0
+    words = sum(len(word) for word in _BLOB.findall(text) if _is_blob(word) or _is_long_hex(word))
+    return max(words, sum(map(len, _ESCAPED.findall(text)))) / bare if bare else 0.0
 
 
 def _is_long_hex(word: str) -> bool:

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
 from stability_probe.rules import _cases
-from stability_probe.rules._tables import Record, is_number, layer_of, layers_of, median, records, times
+from stability_probe.rules._tables import (
+    CLEAR_NATS,
+    CLEAR_SIGMAS,
+    Record,
+    clear_margin,
+    is_number,
+    layer_of,
+    layers_of,
+    median,
+    records,
+    times,
+)
 from stability_probe.schema import Evidence, Location, Remedy
 
 if TYPE_CHECKING:
@@ -17,6 +28,20 @@ if TYPE_CHECKING:
 _HEALTHY = "python benchmarks/healthy_ranges.py (SmolLM2-135M)"
 
 THRESHOLDS = {
+    "clear": CLEAR_NATS,
+    "clear_sigmas": CLEAR_SIGMAS,
+    "fell": Threshold(
+        0.5, "nats over the usual loss in the log", "a run that was used to its activations is at its usual loss",
+        "as in rule attention-scale",
+    ),
+    "sigmas": Threshold(
+        4, "robust standard deviations of the logged loss", "the activation is the finding, and the loss need only "
+        "agree", "OLMo-core: a step is skipped at 6 standard deviations over 128 steps",
+    ),
+    "steeper": Threshold(
+        3, "x the log's usual gradient norm", "hard text has larger gradients, by less than this",
+        "python benchmarks/healthy_ranges.py (gradient norms over five kinds of text)",
+    ),
     "x_baseline": Threshold(
         10, "x the same module on the baseline batch", "a healthy model's largest activations hardly depend on the "
         "text: 22 983 to 28 122 over five kinds of it",
@@ -78,7 +103,16 @@ def _shared_later(row: Record, blocks: list[Record]) -> bool:
     return any(block["channel"] == row["channel"] for block in later)
 
 
-def _past(row: Record, usual: float, blocks: list[Record], t: dict[str, Threshold]) -> bool:
+def _fell(m: Measurements, t: dict[str, Threshold]) -> bool:
+    """Whether the log says that the loss or the gradient was not always what it is."""
+    if m.log is None:
+        return False
+    loss, norm = m.log.usual_loss, m.log.usual_grad_norm
+    dearer = loss is not None and m.loss >= loss + clear_margin(m, t, "fell")
+    return dearer or (norm is not None and m.global_grad_norm >= t["steeper"].value * norm)
+
+
+def _past(row: Record, usual: float, blocks: list[Record], fell: bool, t: dict[str, Threshold]) -> bool:
     over_siblings = times(row["absmax"], usual)
     if is_number(row["baseline_absmax"]):
         if not row["absmax"] >= t["x_baseline"].value * row["baseline_absmax"]:
@@ -86,18 +120,20 @@ def _past(row: Record, usual: float, blocks: list[Record], t: dict[str, Threshol
         return not is_number(usual) or over_siblings >= t["x_siblings"].value
     if row["role"] in ("block", "norm", "embedding", "head") or row["position"] == 0:
         return False
-    return usual > 0 and over_siblings >= t["alone_x_siblings"].value and not _shared_later(row, blocks)
+    # A massive activation that the model is used to costs nothing; beside a rise in the log the repair will tell.
+    excused = _shared_later(row, blocks) and not fell
+    return usual > 0 and over_siblings >= t["alone_x_siblings"].value and not excused
 
 
 def _found(m: Measurements, t: dict[str, Threshold]) -> Iterator[tuple[Record, float]]:
     table = [row for row in records(m.modules) if is_number(row["absmax"])]
-    blocks = [row for row in table if row["role"] == "block"]
+    blocks, fell = [row for row in table if row["role"] == "block"], _fell(m, t)
     for row in table:
         same = [
             other["absmax"] for other in table if other is not row and _kind(other["module"]) == _kind(row["module"])
         ]
         usual = median(same)
-        if row["role"] != "head" and _past(row, usual, blocks, t):
+        if row["role"] != "head" and _past(row, usual, blocks, fell, t):
             yield row, usual
 
 
@@ -180,6 +216,17 @@ RULE = Rule(
                 )
             },
             False,
+        ),
+        Case(
+            "one MLP far past its siblings whose channel the later blocks share, and a loss that has risen",
+            {
+                "modules": _cases.modules(
+                    {name: {"absmax": 5000.0, "channel": 7, "position": 12} for name in (_DOWN, *_BLOCKS[2:])}
+                ),
+                "loss": 5.6,
+                "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05},
+            },
+            True,
         ),
         Case(
             "near miss: one MLP at 20 x its siblings, no baseline",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import statistics
 from typing import TYPE_CHECKING
@@ -46,8 +48,8 @@ THRESHOLDS = {
     "sigmas": Threshold(6, "robust standard deviations of the logged loss", "the spike rule of long runs",
                         "OLMo-core: a step is skipped at 6 standard deviations over 128 steps"),
     "draws": Threshold(
-        200, "ways to draw the rows", "of rows of one domain, one draw in so many puts all of the batch's above all of "
-        "the baseline's: a rank test, which asks nothing of their scatter",
+        200, "draws", "of rows of one domain, one draw in so many puts the batch's as far above the baseline's: a rank "
+        "test, which asks nothing of their scatter",
         "Mann and Whitney 1947; 4 + 6 rows have 210 ways",
     ),
     "apart_rarely": Threshold(
@@ -55,7 +57,7 @@ THRESHOLDS = {
         "the margin of the rule not-reproduced",
     ),
     "some_draws": Threshold(
-        70, "ways to draw the rows", "one draw in seventy is no proof: the means must be far apart as well",
+        70, "draws", "one draw in seventy is no proof: the means must be far apart as well",
         "Mann and Whitney 1947; 4 + 4 rows have 70 ways",
     ),
     "apart": Threshold(
@@ -126,8 +128,10 @@ PAGE = Page(
 def _well_formed(m: Measurements, t: dict[str, Threshold]) -> bool:
     """Nothing in ids, labels or the rows that they use points to a defect."""
     flagged = any(row["flags"] for row in records(m.rows))
-    offsets = {int(k): loss for k, loss in m.offset_losses.items() if is_number(loss)}
-    misplaced = bool(offsets) and 0 in offsets and min(offsets.values()) < offsets[0] - t["misplaced"].value
+    # Further ahead only: what it reads itself a little-trained model with a tied head gives back of any foreign text,
+    # and labels that stand too far ahead are flagged.
+    offsets = {int(k): loss for k, loss in m.offset_losses.items() if is_number(loss) and int(k) >= 0}
+    misplaced = 0 in offsets and min(offsets.values()) < offsets[0] - t["misplaced"].value
     large = any(row["norm"] >= t["embedding"].value * row["median_norm"] for row in records(m.embedding_rows))
     return not (flagged or misplaced or large or m.bad_ids)  # fmt: skip
 
@@ -165,14 +169,40 @@ def student(z: float, freedom: float) -> float:
 
 
 def _stands_apart(m: Measurements, t: dict[str, Threshold], shift: float) -> Threshold | None:
-    """The limit on the shift where every row costs more than any of the baseline's; None where it is not reached."""
+    """The limit on the shift where so few of the baseline's rows cost as much; None where it is not reached."""
     own, other = finite(row["loss"] for row in records(m.rows)), finite(m.baseline_row_losses)
-    if not own or not other or min(own) <= max(other):
+    if not own or not other:
         return None
-    draws = math.comb(len(own) + len(other), len(own))
-    if draws >= t["draws"].value and shift >= t["apart_rarely"].value:
+    rarity = 1 / rank_chance(own, other)
+    if rarity >= t["draws"].value and shift >= t["apart_rarely"].value:
         return t["apart_rarely"]
-    return t["apart"] if draws >= t["some_draws"].value and shift >= t["apart"].value else None
+    return t["apart"] if rarity >= t["some_draws"].value and shift >= t["apart"].value else None
+
+
+def rank_chance(own: list[float], other: list[float]) -> float:
+    """The chance that rows drawn alike order so far in favour of `own` (Mann and Whitney 1947, exact, one-sided).
+
+    Of equal losses the other's counts as the dearer. 1 from 21 rows of either on: then their spread is known.
+    """
+    n, m = len(own), len(other)
+    if max(n, m) > MOST_RANKED:
+        return 1.0
+    won = sum(mine > theirs for mine in own for theirs in other)
+    ways = _ways(n, m)
+    return sum(ways[won:]) / sum(ways)
+
+
+MOST_RANKED = 20
+
+
+@functools.cache
+def _ways(n: int, m: int) -> tuple[int, ...]:
+    """By the number of pairs won (0 to n · m), in how many orders of n + m rows it comes out so."""
+    if not n or not m:
+        return (1,)
+    last_wins = (0,) * m + _ways(n - 1, m)  # the dearest row is one's own: it beats all m others
+    last_loses = _ways(n, m - 1) + (0,) * n
+    return tuple(a + b for a, b in itertools.zip_longest(last_wins, last_loses, fillvalue=0))
 
 
 def _log_limit(m: Measurements, t: dict[str, Threshold]) -> float:
@@ -185,11 +215,18 @@ def _log_limit(m: Measurements, t: dict[str, Threshold]) -> float:
 
 
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
-    usual, name = reference_loss(m)
-    if m.baseline_loss is not None and is_number(m.baseline_loss):
-        usual, name = m.baseline_loss, "baseline batch"
-    if usual is None:
+    logged, by_log = reference_loss(m)
+    if logged is None:
         raise Skip("nothing says what is usual; give a healthy batch with --baseline, or the log with --log")
+    if m.baseline_loss is None or not is_number(m.baseline_loss):
+        return _against(m, t, logged, by_log)
+    found = _against(m, t, m.baseline_loss, "baseline batch")
+    # Few rows of a baseline can scatter too far to tell; then the log may, where the baseline is as usual by it.
+    is_usual = m.baseline_loss < logged + _log_limit(m, t)
+    return found or (_against(m, t, logged, by_log) if by_log != "baseline batch" and is_usual else [])
+
+
+def _against(m: Measurements, t: dict[str, Threshold], usual: float, name: str) -> list[Suspect]:
     limit = _row_margin(m, t) if name == "baseline batch" else _log_limit(m, t)
     losses = finite(row["loss"] for row in records(m.rows))
     shift = m.loss - usual

@@ -64,13 +64,18 @@ PAGE = Page(
 )
 
 
-def _odd(row: Record, t: dict[str, Threshold]) -> bool:
-    ratio = times(row["norm"], row["median_norm"])
-    if not is_number(row["norm"]) or not row["median_norm"] > 0:
-        return False
-    if ratio >= t["large"].value:
-        return True
-    return ratio <= t["zero"].value and is_number(row["grad_share"]) and row["grad_share"] >= t["grad_share"].value
+def _odd(rows: list[Record], t: dict[str, Threshold]) -> list[Record]:
+    """Huge rows of one table, and erased ones where these, together, get most of the table's gradient."""
+    known = [row for row in rows if is_number(row["norm"]) and row["median_norm"] > 0]
+    huge = [row for row in known if times(row["norm"], row["median_norm"]) >= t["large"].value]
+    erased = [
+        row
+        for row in known
+        if times(row["norm"], row["median_norm"]) <= t["zero"].value and is_number(row["grad_share"])
+    ]
+    drowning = sum(row["grad_share"] for row in erased) >= t["grad_share"].value
+    # Beside a row that drowns the table, one that gets nothing is padding, which is zero by design.
+    return huge + [row for row in erased if drowning and row["grad_share"] > 0]
 
 
 def _suspect(parameter: str, odd: list[Record], t: dict[str, Threshold]) -> Suspect:
@@ -112,9 +117,8 @@ def _suspect(parameter: str, odd: list[Record], t: dict[str, Threshold]) -> Susp
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     by_table: dict[str, list[Record]] = {}
     for row in records(m.embedding_rows):
-        if _odd(row, t):
-            by_table.setdefault(row["parameter"], []).append(row)
-    found = [_suspect(parameter, odd, t) for parameter, odd in by_table.items()]
+        by_table.setdefault(row["parameter"], []).append(row)
+    found = [_suspect(parameter, odd, t) for parameter, rows in by_table.items() if (odd := _odd(rows, t))]
     return sorted(found, key=lambda suspect: -suspect.strength)
 
 
@@ -130,6 +134,11 @@ RULE = Rule(
             "an erased row that gets all the gradient", {"embedding_rows": [{"norm": 0.0, "grad_share": 0.999}]}, True
         ),
         Case("near miss: a rare token with 2.4 x the median", {"embedding_rows": [{"norm": 0.96, "count": 1}]}, False),
+        Case(
+            "five erased rows that share all the gradient",
+            {"embedding_rows": [{"token": token, "norm": 0.0, "grad_share": 0.199} for token in range(5)]},
+            True,
+        ),
         Case(
             "near miss: the padding row is zero by design",
             {"embedding_rows": [{"norm": 0.0, "grad_share": 0.0}]},

@@ -303,6 +303,7 @@ def _by_the_audit(m: Measurements, t: dict[str, Threshold]) -> Suspect | None:
         strength=1.0,
         measures=("loss",),
         latent=True,
+        exact=True,  # a model that was trained on them so is used to it
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
@@ -65,11 +66,17 @@ def _gain(gains: list[Record], layer: int) -> float:
     return product
 
 
+def _usual(gains: list[Record], layer: int) -> float:
+    return median(_gain(gains, other) for other in sorted({int(row["layer"]) for row in gains} - {layer}))
+
+
+def _ratio(gains: list[Record], layer: int) -> float:
+    return times(_gain(gains, layer), _usual(gains, layer))
+
+
 def _suspect(m: Measurements, layer: int, hot: list[HotHead], gains: list[Record], t: dict[str, Threshold]) -> Suspect:
     own = [row for row in gains if int(row["layer"]) == layer]
-    others = sorted({int(row["layer"]) for row in gains} - {layer})
-    usual = median(_gain(gains, other) for other in others)
-    ratio = times(_gain(gains, layer), usual)
+    usual, ratio = _usual(gains, layer), _ratio(gains, layer)
     first = hot[0]
     names = tuple(row["parameter"] for row in own)
     grown = ratio >= t["gain"].value
@@ -91,7 +98,7 @@ def _suspect(m: Measurements, layer: int, hot: list[HotHead], gains: list[Record
         plans=tuple(
             Plan("clip_gains", {"gammas": {layer: level / first.max_logit}},
                  f"gains of layer {layer} scaled until its logits are at {name} ({level:.3g})")
-            for name, level in levels.items() if level > 0
+            for name, level in levels.items() if 0 < level < first.max_logit
         ),
         strength=first.max_logit / t["tau"].value,
         latent=grown and any(head.is_danger(t) for head in hot),
@@ -105,6 +112,15 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     by_layer: dict[int, list[HotHead]] = {}
     for head in hot_heads(m, t):
         by_layer.setdefault(head.place[0], []).append(head)
+    # In narrow heads logits stay small. A layer's gains drive all of its heads: where they have grown and most of the
+    # heads are far above those of other layers, that is enough to ask.
+    above: dict[int, list[HotHead]] = {}
+    for head in hot_heads(m, {**t, "tau": replace(t["tau"], value=0.0)}):
+        above.setdefault(head.place[0], []).append(head)
+    for layer, heads in above.items():
+        all_heads = sum(int(row["layer"]) == layer for row in records(m.heads))
+        if layer not in by_layer and 2 * len(heads) > all_heads and _ratio(gains, layer) >= t["gain"].value:
+            by_layer[layer] = heads
     found = [_suspect(m, layer, hot, gains, t) for layer, hot in by_layer.items()]
     return sorted(found, key=lambda suspect: -suspect.strength)
 
@@ -133,6 +149,15 @@ RULE = Rule(
                 "qk_norm": True,
                 "heads": _cases.heads({(1, 3): {"max_logit": 130.0, "entropy": 0.4}}),
                 "parameters": _grown(1, 4.0),
+            },
+            True,
+        ),
+        Case(
+            "gains of one layer grown in narrow heads, whose logits stay under the limit",
+            {
+                "qk_norm": True,
+                "heads": _cases.heads({(2, head): {"max_logit": 45.0 + head, "entropy": 0.5} for head in range(4)}),
+                "parameters": _grown(2, 16.0),
             },
             True,
         ),

@@ -168,10 +168,14 @@ def _by_size(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     # A stream may also have been trained to grow: where its factors differ, the loss must stand above what it was.
     before = m.log.usual_loss if m.log is not None else None
     fell = before is not None and m.loss >= before + clear_margin(m, t, "fell")
-    uneven = fell and usual >= t["uneven_block"].value and total / max(steps) >= t["without_jump"].value
+    outputs = [row["parameter"] for row in records(m.parameters) if writes_residual(row)]
+    as_first = _as_in_first(m, outputs)
+    written = min(as_first.values(), default=1.0) <= t["written"].value
+    # Where the projections themselves grow with depth, the stream need not have grown as far.
+    far = total >= t["total"].value if written else total / max(steps) >= t["without_jump"].value
+    uneven = fell and usual >= t["uneven_block"].value and far
     if not (steady or uneven):
         return []
-    outputs = [row["parameter"] for row in records(m.parameters) if writes_residual(row)]
     depth = (2 * len(blocks)) ** -0.5
     repairs = [
         (dict.fromkeys(outputs, factor), f"output projections x {factor:.3g}")
@@ -180,8 +184,7 @@ def _by_size(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     if not steady:
         told = "each block's output projections over the stream's growth up to it"
         repairs = [(_by_block(m, blocks, outputs), told)]
-    as_first = _as_in_first(m, outputs)
-    if min(as_first.values(), default=1.0) <= t["written"].value:
+    if written:
         repairs.append((as_first, "output projections at the size of the first block's"))
     worst = max(range(len(steps)), key=lambda at: steps[at]) + 1
     return [
