@@ -260,7 +260,7 @@ def judge_trials(suspect: Suspect, trials: list[Trial], before: Reading, bench: 
         for measure, after in trial.reading.items():
             if measure not in suspect.measures or measure not in before:
                 continue
-            if measure == "nonfinite" and before[measure] == 0.0:
+            if measure == "nonfinite" and (before[measure] == 0.0 or not shows_in(trial, bench)):
                 continue
             start = before[measure]
             if trial.held is not None:
@@ -281,6 +281,11 @@ def judge_trials(suspect: Suspect, trials: list[Trial], before: Reading, bench: 
     ran = [trial for trial in trials if trial.suspect is suspect and trial.reading is not None]
     needed = bool(ran) and all(does_harm(trial, before) for trial in ran)
     return Judged(suspect, explained, tuple(records), untested, needed)
+
+
+def shows_in(trial: Trial, bench: Bench) -> bool:
+    """Whether the trial can tell that values are finite again: one in fp32 cannot where fp32 always was finite."""
+    return trial.plan.intervention == "change_precision" or reading_of(bench.trace)["nonfinite"] > 0.0
 
 
 def share_left(measure: Measure, before: float, start: float, reference: float | None) -> float:

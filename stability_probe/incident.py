@@ -22,6 +22,8 @@ __all__ = ["Incident", "Request", "load_incident", "request_from_folder"]
 
 # What fp32 tensors can be multiplied by.
 LARGEST_RATE = 3.4e38
+# A schedule moves the rate by less between a checkpoint and the spike after it.
+FAR_ABOVE = 30.0
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,8 @@ def _learning_rate(
 ) -> tuple[float | None, tuple[str, ...]]:
     """As given, else as logged at the step, else the largest of the stored optimizer's groups.
 
+    A stored rate that is far above the logged one is taken instead: a resumed run would step with it.
+
     Raises:
         ProbeError: for a given rate that no step can be taken with.
     """
@@ -222,9 +226,14 @@ def _learning_rate(
         if not 0.0 <= request.lr <= LARGEST_RATE:
             raise ProbeError("cannot use the learning rate", f"it is {request.lr:g}", "give the rate of the run's step")
         return request.lr, ()
-    if log is not None and log.logged_lr is not None and 0.0 <= log.logged_lr <= LARGEST_RATE:
-        return log.logged_lr, (f"learning rate {log.logged_lr:g}, as logged at the step",)
     stored = max(_group_rates(optimizer), default=None)
+    logged = log.logged_lr if log is not None else None
+    if logged is not None and 0.0 <= logged <= LARGEST_RATE:
+        if stored is not None and stored > FAR_ABOVE * logged > 0:
+            return stored, (
+                f"learning rate {stored:g}, as stored with the optimizer; the log has {logged:g} at the step",
+            )
+        return logged, (f"learning rate {logged:g}, as logged at the step",)
     if stored is None:
         return None, ()
     return stored, (f"learning rate {stored:g}, as stored with the optimizer",)

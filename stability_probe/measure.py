@@ -92,7 +92,8 @@ class PositionFacts:
         breaks: (row, position) where the next id is not one more than the last, at most 200.
         broken_rows: all rows with such a break, listed or not.
         at_documents: share of the breaks that go back to 0 where a document starts (after a separator): packing.
-        rotary_theta: base of the rotary frequencies; None without rotary positions, or with scaled ones.
+        rotary_theta: base of the rotary frequencies; None without rotary positions, or with unevenly scaled ones.
+        rotary_stretch: what all positions are divided by (position interpolation), 1 where they are not.
         losses: (start, end, mean loss in nats, targets) by position: the first position alone, then buckets that
             double in length up to the later half of the row.
     """
@@ -103,6 +104,7 @@ class PositionFacts:
     breaks: tuple[tuple[int, int], ...] = ()
     at_documents: float = 1.0
     rotary_theta: float | None = None
+    rotary_stretch: float = 1.0
     losses: tuple[tuple[int, int, float, int], ...] = ()
     broken_rows: tuple[int, ...] = ()
 

@@ -20,6 +20,7 @@ def position_facts(subject: Subject, batch: Batch, trace: Trace, eos_id: int | N
     """The `positions` of `Measurements`."""
     stored = batch.position_ids_BT
     first, breaks, at_documents = 0, [], 1.0
+    theta, stretch = rotary_settings(subject.module) or (None, 1.0)
     if stored is not None:
         first = first_position(batch)
         breaks = position_breaks(batch)
@@ -31,7 +32,8 @@ def position_facts(subject: Subject, batch: Batch, trace: Trace, eos_id: int | N
         breaks=tuple(breaks[:LISTED]),
         broken_rows=tuple(sorted({row for row, _ in breaks})),
         at_documents=at_documents,
-        rotary_theta=rotary_theta(subject.module),
+        rotary_theta=theta,
+        rotary_stretch=stretch,
         losses=losses_by_position(trace),
     )
 
@@ -78,24 +80,26 @@ def share_at_documents(batch: Batch, breaks: list[tuple[int, int]], eos_id: int 
     return found / len(breaks)
 
 
-def rotary_theta(module: nn.Module) -> float | None:
-    """The base of plain rotary frequencies θ^(−2i/d), from the buffers or from the package's own configuration."""
+def rotary_settings(module: nn.Module) -> tuple[float, float] | None:
+    """(base θ, stretch) of rotary frequencies, from the buffers or from the package's own configuration."""
     for name, buffer in module.named_buffers():
         if name.rsplit(".", 1)[-1] == "inv_freq":
-            return theta_of(buffer)
+            return settings_of(buffer)
     config = getattr(module, "config", None)
     theta = getattr(config, "rope_theta", None)
-    return float(theta) if theta and getattr(config, "positions", "") == "rotary" else None
+    return (float(theta), 1.0) if theta and getattr(config, "positions", "") == "rotary" else None
 
 
-def theta_of(inv_freq: Tensor) -> float | None:
-    """θ of frequencies θ^(−2i/d), i = 0 … d/2 − 1; None where they are scaled in another way."""
+def settings_of(inv_freq: Tensor) -> tuple[float, float] | None:
+    """(θ, s) of frequencies θ^(−2i/d) / s, i = 0 … d/2 − 1; None where they are scaled in another way."""
     width = 2 * inv_freq.numel()
     if inv_freq.dim() != 1 or width < 4 or not bool((inv_freq > 0).all()):
         return None
-    theta = float(inv_freq[1].double() ** (-width / 2))
+    frequencies = inv_freq.double().cpu()
+    theta = float((frequencies[1] / frequencies[0]) ** (-width / 2))
     plain = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    return theta if torch.allclose(inv_freq.double().cpu(), plain, rtol=1e-3) else None
+    known = torch.allclose(frequencies / frequencies[0], plain, rtol=1e-3)
+    return (theta, 1 / float(frequencies[0])) if known else None
 
 
 def losses_by_position(trace: Trace) -> tuple[tuple[int, int, float, int], ...]:

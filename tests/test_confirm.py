@@ -269,7 +269,20 @@ def judged_by(after_loss, measure, after, before_loss=4.7):
     reading = {"loss": after_loss, measure: after}
     made = Trial(who, Plan("rescale_tensor", {}, "rescaled"), False, reading)
     before = {"loss": before_loss, "grad_norm": 50.0, "nonfinite": 1.0}
-    return judge_trials(who, [made], before, bench_of(loss=before_loss)).explained
+    bench = bench_of(math.nan if measure == "nonfinite" else before_loss, loss=before_loss)
+    return judge_trials(who, [made], before, bench).explained
+
+
+def test_where_only_the_runs_precision_overflows_a_trial_in_fp32_proves_nothing():
+    """fp32 is finite before and after any repair; what shows is a replay in that precision."""
+    tensor, overflow = suspect("corrupt-weights"), suspect("fp16-overflow")
+    trials = [
+        Trial(tensor, Plan("rescale_tensor"), False, {"loss": 4.7, "nonfinite": 0.0}),
+        Trial(overflow, Plan("change_precision"), False, {"loss": 4.7, "nonfinite": 0.0}),
+    ]
+    before = {"loss": 4.7, "nonfinite": 1.0}
+    assert judge_trials(tensor, trials, before, bench_of(4.7, loss=4.7)).explained is None
+    assert judge_trials(overflow, trials, before, bench_of(4.7, loss=4.7)).explained == 1.0
 
 
 @pytest.mark.parametrize(("measure", "after"), [("grad_norm", 0.8), ("nonfinite", 0.0)])

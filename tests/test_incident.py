@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stability_probe.errors import ProbeError
-from stability_probe.incident import Incident, Request, load_incident, request_from_folder
+from stability_probe.incident import Incident, Request, _learning_rate, load_incident, request_from_folder
+from stability_probe.measure import LogFacts
 from stability_probe.models.decoder import MODEL_TYPE, Decoder, DecoderConfig
 
 SHAPE = {"vocab_size": 50, "n_layer": 1, "n_head": 2, "d_model": 8, "max_positions": 32}
@@ -349,3 +350,21 @@ def test_reading_a_folder_imports_nothing_heavy(folder):
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("stored", "logged", "taken"),
+    [
+        (3e-4, 1e-4, 1e-4),  # a schedule has moved on since the checkpoint
+        (6e-2, 4e-4, 6e-2),  # no schedule does that: a resumed run would step with it
+        (6e-2, None, 6e-2),
+        (None, 4e-4, 4e-4),
+        (6e-2, 0.0, 0.0),  # a warm-up's first step
+    ],
+)
+def test_the_learning_rate_is_the_logs_unless_the_stored_one_is_far_above(stored, logged, taken):
+    log = LogFacts(step=5, usual_loss=3.0, loss_spread=0.1, logged_lr=logged)
+    optimizer = None if stored is None else {"param_groups": [{"lr": stored / 2}, {"lr": stored}]}
+    rate, notes = _learning_rate(Request(), log, optimizer)
+    assert rate == taken
+    assert (f"{logged:g}" if logged is not None else "") in notes[0]

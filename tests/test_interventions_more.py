@@ -14,6 +14,7 @@ from stability_probe.interventions import cap_logits, realign_labels, rescale_lo
 from stability_probe.interventions.bench import CannotRun, tried
 from stability_probe.interventions.cap_logits import without_cap
 from stability_probe.interventions.change_rotary import reordered, with_theta
+from stability_probe.interventions.clamp_inputs import clamped_inputs
 from stability_probe.interventions.constrain_mixing import doubly_stochastic, unit_norm
 from stability_probe.interventions.recentre_router import recentred
 from stability_probe.interventions.rescale_logits import rescaled
@@ -24,7 +25,7 @@ from stability_probe.mitigations import softcap
 from stability_probe.models.decoder import rotary_angles, rotate
 from stability_probe.replay import Subject, replay
 from stability_probe.step_progress import step_progress
-from stability_probe.tables_positions import rotary_theta
+from stability_probe.tables_positions import rotary_settings
 from stability_probe.taps.attention_change import AttentionChange, attention
 from stability_probe.taps.router import RouterTap, find_routers
 from tests.rule_tables import measurements_from
@@ -179,11 +180,42 @@ def test_another_theta_is_another_model():
 
 def test_theta_is_changed_in_the_buffers_of_transformers_and_restored():
     model = experts(MIXTRAL)
-    assert rotary_theta(model) == pytest.approx(1e6, rel=1e-3) or rotary_theta(model) == pytest.approx(1e4, rel=1e-3)
-    old = rotary_theta(model)
+    old = rotary_settings(model)
+    assert old == pytest.approx((1e6, 1.0), rel=1e-3) or old == pytest.approx((1e4, 1.0), rel=1e-3)
     with with_theta(model, 777.0):
-        assert rotary_theta(model) == pytest.approx(777.0, rel=1e-3)
-    assert rotary_theta(model) == old
+        assert rotary_settings(model) == pytest.approx((777.0, 1.0), rel=1e-3)
+    with with_theta(model, 777.0, stretch=8.0):
+        assert rotary_settings(model) == pytest.approx((777.0, 8.0), rel=1e-3)
+    assert rotary_settings(model) == old
+
+
+def test_stretched_positions_need_frequencies_in_a_buffer():
+    with pytest.raises(CannotRun):  # the package's own decoder makes its angles as it goes
+        trial("change_rotary", bench_of(decoder("llama")), theta=10_000.0, stretch=2.0)
+    model = experts(MIXTRAL)
+    bench = bench_of(model, Batch(sequences(2), sequences(2).roll(-1, 1)))
+    theta, _ = rotary_settings(model)
+    assert trial("change_rotary", bench, theta=theta)["loss"] == pytest.approx(bench.trace.loss, abs=1e-5)
+    assert trial("change_rotary", bench, theta=theta, stretch=8.0)["loss"] != pytest.approx(bench.trace.loss, abs=1e-3)
+
+
+def test_an_input_that_stands_out_is_held_and_the_hook_leaves():
+    model = decoder("llama")
+    bench = bench_of(model)
+    name = "blocks.1.mlp.down_proj"
+    with torch.no_grad():
+        for side in ("gate_proj", "up_proj"):
+            model.get_parameter(f"blocks.1.mlp.{side}.weight")[3] *= 1000.0
+    seen, part = [], model.get_submodule(name)
+    with clamped_inputs(part, 10.0):
+        handle = model.get_submodule(name).register_forward_hook(
+            lambda _m, args, _out: seen.append(args[0].abs().amax((0, 1)))
+        )
+        hurt = replay(bench.subject, bench.batch, detail=False, backward=False).loss
+        handle.remove()
+    assert all(channels[3] <= 10.0 * channels.median() * 1.001 for channels in seen)
+    assert not part._forward_pre_hooks
+    assert trial("clamp_inputs", bench, module=name, times=10.0)["loss"] == hurt
 
 
 def test_a_model_without_rotary_positions_has_no_theta_to_change():

@@ -19,8 +19,8 @@ from stability_probe.tables_positions import (
     losses_by_position,
     position_breaks,
     position_facts,
+    settings_of,
     share_at_documents,
-    theta_of,
 )
 from stability_probe.taps.attention import statistics_from_qk
 from tests.test_optimizer_step import state_of, trained
@@ -73,9 +73,10 @@ def test_buckets_cover_every_position_once(length):
 
 def test_theta_is_read_off_plain_frequencies_only():
     plain = 777.0 ** -(torch.arange(0, 24, 2) / 24)
-    assert theta_of(plain) == pytest.approx(777.0, rel=1e-3)
-    assert theta_of(torch.cat([plain[:6], plain[6:] / 8])) is None
-    assert theta_of(torch.ones(1)) is None
+    assert settings_of(plain) == pytest.approx((777.0, 1.0), rel=1e-3)
+    assert settings_of(plain / 8) == pytest.approx((777.0, 8.0), rel=1e-3)
+    assert settings_of(torch.cat([plain[:6], plain[6:] / 8])) is None
+    assert settings_of(torch.ones(1)) is None
 
 
 def test_facts_of_a_batch_without_positions():

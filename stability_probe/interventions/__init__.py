@@ -19,6 +19,7 @@ replace_rows (parameter: str, rows: list[int]): those rows rescaled to the media
     the mean row.
 retie (parameter: str, source: str): the parameter becomes a copy of the source.
 clamp_channel (module: str, channel: int | None, limit: float): that channel (or all) of its output clamped to ±limit.
+clamp_inputs (module: str, times: float): each channel of its input held to a multiple of the median channel's largest.
 change_precision (precision: str, modules: list[str]): replay in another precision; with modules, only those
     in fp32.
 simulated_step (refresh: list[str], lr_factor: float): the AdamW step with v̂ := max(v̂, g²) in those
@@ -29,8 +30,8 @@ rescale_logits (factor: float): all attention logits × factor, in any model tha
 cap_logits (cap: float, where: "output" or "attention", remove: bool): those logits soft-capped, or the cap undone.
 unmask_queries (rows: list[int]): a query that sees no key sees itself; in these rows all tokens count as real.
 set_positions (): positions 0 … T−1 from the first real token on.
-change_rotary (theta: float, layout: "halves" or "pairs"): another rotary base, or the query and key weights in
-    the other order of pairs.
+change_rotary (theta: float, stretch: float, layout: "halves" or "pairs"): another rotary base, positions divided by
+    another factor, or the query and key weights in the other order of pairs.
 rescale_tensors (factors: {parameter: factor}): each of those tensors × its factor.
 constrain_mixing (parameters: list[str], how: "sinkhorn" or "norm"): those mixing matrices made doubly stochastic,
     or divided by their spectral norm.

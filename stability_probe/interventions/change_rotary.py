@@ -1,4 +1,4 @@
-"""Rotary positions with another base, or with the other order of the pairs inside a head."""
+"""Rotary positions with another base or stretch, or with the other order of the pairs inside a head."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from stability_probe.models.anatomy import Attention
 OF_THE_DATA = False
 
 
-def repaired(bench: Bench, theta: float | None = None, layout: str | None = None) -> Bench:
-    """The bench with rotary base `theta`, or with the query and key weights reordered.
+def repaired(bench: Bench, theta: float | None = None, stretch: float = 1.0, layout: str | None = None) -> Bench:
+    """The bench with rotary base `theta` and positions divided by `stretch`, or with query and key weights reordered.
 
     Args:
         layout: "halves" takes weights stored as neighbouring pairs (2i, 2i + 1) to halves (i, i + d/2);
@@ -32,7 +32,7 @@ def repaired(bench: Bench, theta: float | None = None, layout: str | None = None
     def changed() -> Iterator[None]:
         with ExitStack() as stack:
             if theta is not None:
-                stack.enter_context(with_theta(module, theta))
+                stack.enter_context(with_theta(module, theta, stretch))
             if layout is not None:
                 stack.enter_context(swapped(module, reordered(module, sites, layout)))
             yield
@@ -41,8 +41,8 @@ def repaired(bench: Bench, theta: float | None = None, layout: str | None = None
 
 
 @contextmanager
-def with_theta(module: nn.Module, theta: float) -> Iterator[None]:
-    """Within this context the rotary frequencies are θ^(−2i/d) for another θ.
+def with_theta(module: nn.Module, theta: float, stretch: float = 1.0) -> Iterator[None]:
+    """Within this context the rotary frequencies are θ^(−2i/d) / stretch.
 
     Raises:
         CannotRun: there are no frequencies that can be changed.
@@ -54,10 +54,10 @@ def with_theta(module: nn.Module, theta: float) -> Iterator[None]:
                 width = 2 * buffer.numel()
                 exponents = torch.arange(0, width, 2, dtype=torch.float32, device=buffer.device) / width
                 old.append((part._buffers, name, buffer))
-                part._buffers[name] = (theta**-exponents).to(buffer.dtype)
+                part._buffers[name] = (theta**-exponents / stretch).to(buffer.dtype)
     config = getattr(module, "config", None)
     own = dataclasses.is_dataclass(config) and getattr(config, "positions", "") == "rotary"
-    if not old and own and hasattr(config, "rope_theta"):
+    if not old and own and hasattr(config, "rope_theta") and stretch == 1.0:
         old.append((vars(module), "config", config))
         module.config = dataclasses.replace(config, rope_theta=theta)  # type: ignore[assignment, type-var]
     if not old:

@@ -47,6 +47,10 @@ THRESHOLDS = {
         "text: 22 983 to 28 122 over five kinds of it",
         _HEALTHY,
     ),
+    "input": Threshold(
+        10, "x the median channel's largest input", "how far the repair lets a unit stand out; decides nothing alone",
+        "Shazeer, GLU Variants Improve Transformer, 2020: units of a gate are of one size at the start",
+    ),
     "x_siblings": Threshold(
         10, "x the same module in the other layers", "with a baseline this only keeps out what all layers do", _HEALTHY
     ),
@@ -173,6 +177,8 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
                 # One unit inside an MLP drives every channel of its output at once.
                 Plan("clamp_channel", {"module": row["module"], "channel": None, "limit": limit},
                      f"all channels of {row['module']} clamped to {limit:.3g}"),
+                Plan("clamp_inputs", {"module": row["module"], "times": t["input"].value},
+                     f"inputs of {row['module']} held to {t['input'].value:g} x their median channel"),
             ),
             strength=ratio / used.value,
         )

@@ -120,7 +120,9 @@ def _plans(m: Measurements, heads: list[Record], hot: bool) -> tuple[Plan, ...]:
     factors = {f"divided by the {name}": 1 / root for name, root in roots.items()}
     factors |= {f"divided by the head width {width}": 1 / width for width in _widths(m, heads)}
     if not hot:
-        factors = {f"times the {name}": root for name, root in roots.items()}
+        # Over the width, over its power of 1.5, or over its square where its root was meant.
+        powers = (("root of the head width", 0.5), ("head width", 1.0), ("head width to the power of 1.5", 1.5))
+        factors = {f"times the {name} {width}": width**p for width in _widths(m, heads) for name, p in powers}
         if per_layer > 1:
             factors["times the root of the number of heads"] = per_layer**0.5
     return tuple(Plan("rescale_logits", {"factor": factor}, f"all logits {name}") for name, factor in factors.items())

@@ -42,6 +42,8 @@ THRESHOLDS = {
 }  # fmt: skip
 # Bases that models are trained with: the original, code and long-context Llama, Qwen, and short-context variants.
 USUAL_THETAS = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0)
+# Position interpolation (Chen et al. 2023, Extending Context Window of Large Language Models): Llama's 2, 4 and 8.
+USUAL_STRETCHES = (2.0, 4.0, 8.0)
 
 PAGE = Page(
     title="Position encoding",
@@ -123,6 +125,11 @@ def _settings(m: Measurements, facts: PositionFacts, t: dict[str, Threshold]) ->
         return []
     other = [theta for theta in USUAL_THETAS if abs(theta / facts.rotary_theta - 1) > 0.01]
     plans = [Plan("change_rotary", {"theta": theta}, f"rotary base {theta:g}") for theta in other]
+    stretches = USUAL_STRETCHES if abs(facts.rotary_stretch - 1) <= 0.01 else (1.0,)
+    plans += [
+        Plan("change_rotary", {"theta": facts.rotary_theta, "stretch": stretch}, f"positions divided by {stretch:g}")
+        for stretch in stretches
+    ]
     if not m.qk_norm and any(name.endswith(("q_proj.weight", "wq.weight")) for name in m.parameters["parameter"]):
         plans += [
             Plan("change_rotary", {"layout": layout}, f"query and key features reordered to {layout}")
@@ -132,13 +139,15 @@ def _settings(m: Measurements, facts: PositionFacts, t: dict[str, Threshold]) ->
         Suspect(
             cause=RULE.slug,
             summary=f"The loss stands {m.loss - usual:.2f} nats above the log's usual, {later:.2f} in the later half "
-            f"against {first:.2f} at the first position; rotary base {facts.rotary_theta:g}.",
+            f"against {first:.2f} at the first position; rotary base {facts.rotary_theta:g}"
+            + (f", positions divided by {facts.rotary_stretch:g}." if abs(facts.rotary_stretch - 1) > 0.01 else "."),
             location=Location(),
             evidence=(
                 Evidence("loss of the first position", first, "nats", later, "later half of the positions", limit,
                          t["first"].source),
                 Evidence("loss", m.loss, "nats", usual, "usual loss in the log"),
                 Evidence("base of the rotary frequencies", facts.rotary_theta, ""),
+                Evidence("what positions are divided by", facts.rotary_stretch, ""),
             ),
             plans=tuple(plans),
             measures=("loss",),
@@ -174,6 +183,16 @@ RULE = Rule(
             "another rotary base",
             {"positions": {"rotary_theta": 5e5, "losses": _FLAT}, "loss": 5.8, "log": _BETTER},
             True,
+        ),
+        Case(
+            "positions divided by eight, and a loss that has risen",
+            {"positions": {"rotary_theta": 1e4, "rotary_stretch": 8.0, "losses": _FLAT}, "loss": 5.8, "log": _BETTER},
+            True,
+        ),
+        Case(
+            "near miss: positions divided by eight, as they were in training",
+            {"positions": {"rotary_theta": 1e4, "rotary_stretch": 8.0, "losses": _FLAT}},
+            False,
         ),
         Case(
             "near miss: packed documents",

@@ -42,6 +42,11 @@ THRESHOLDS = {
         "text of another tokenizer cost 1.8 to 4.4 more",
         "python -m benchmarks.verdicts --split fresh --only tokenizer",
     ),
+    "ordinary_gradient": Threshold(
+        15, "x the reference's gradient norm", "foreign ids are mispredicted with less confidence than a damaged state "
+        "mispredicts its own: beyond it the state takes part",
+        "python -m benchmarks.verdicts: 0.8 to 7.2 in 25 batches of other tokenizers",
+    ),
     "flag_score": Threshold(
         1.0, "audit score", "text that does not survive decoding and encoding was not written by this tokenizer",
         "stability_probe/audit (D6)",
@@ -145,7 +150,9 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
         return []
     # The entropy of few tokens is too low an estimate; past a uniform guess no frequencies explain the loss.
     trained = usual < min(m.unigram_entropy, limit - 1) or (m.loss >= uniform and usual <= uniform - 1)
-    if not trained or odd_rows or 2 * content >= len(losses) or not _right_offset(m, limit):
+    norm = m.baseline_grad_norm if m.baseline_grad_norm is not None else m.log.usual_grad_norm if m.log else None
+    steep = norm is not None and m.global_grad_norm > t["ordinary_gradient"].value * norm
+    if not trained or odd_rows or steep or 2 * content >= len(losses) or not _right_offset(m, limit):
         return []
     return [
         Suspect(
@@ -221,6 +228,18 @@ RULE = Rule(
                 "rows": _cases.rows({row: {"loss": 6.5} for row in range(4)}),
             },
             True,
+        ),
+        Case(
+            "near miss: as dear, with forty times the gradient: the state takes part",
+            {
+                "loss": 6.55,
+                "rows": _ALIEN,
+                "baseline_loss": 3.4,
+                "offset_losses": _ALIEN_LOSSES,
+                "global_grad_norm": 40.0,
+                "baseline_grad_norm": 1.0,
+            },
+            False,
         ),
         Case(
             "near miss: half of the bigrams of one row in four do not survive",
