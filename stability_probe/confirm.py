@@ -69,6 +69,7 @@ class Trial:
 
     Attributes:
         held: the repair of another cause that was in place meanwhile.
+        counts: whether it gained enough on top of that one to be a cause; what did not is only recorded.
     """
 
     suspect: Suspect
@@ -77,6 +78,7 @@ class Trial:
     reading: Reading | None
     problem: str = ""
     held: Trial | None = None
+    counts: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Judged:
     Attributes:
         needed: every repair that was run makes the loss dearer: what it takes away is in use, however odd it looks
             (Yu et al., The Super Weight in Large Language Models, 2024).
+        on_top: it explains what it does only once another cause is repaired.
     """
 
     suspect: Suspect
@@ -93,6 +96,7 @@ class Judged:
     records: tuple[InterventionRecord, ...]
     untested: str = ""
     needed: bool = False
+    on_top: bool = False
 
 
 def confirm(
@@ -168,7 +172,7 @@ def repairs_on_top(
     """What the repairs that gained nothing alone gain once the first cause is repaired: two faults can hide each other.
 
     Labels of another position leave nothing for a repair of the weights to win, a model without positions nothing for
-    its head. Only gains that count as a cause are returned.
+    its head.
     """
     first = held_repair(ranked, trials, before, bench)
     if first is None or first.reading is None:
@@ -182,11 +186,12 @@ def repairs_on_top(
             continue
         plans = tuple(plan for plan in suspect.plans if hasattr(_kind(plan), "repaired"))
         for trial in _run(replace(suspect, plans=plans), repaired, read=repaired_reading):
+            if trial.reading is None:
+                continue
             change = f"{trial.plan.change}, on top of: {first.plan.change}"
             trial = replace(trial, suspect=suspect, plan=replace(trial.plan, change=change), held=first)
             explained = judge_trials(suspect, [*trials, trial], before, bench).explained
-            if trial.reading is not None and explained is not None and explained >= LIKELY:
-                found.append(trial)
+            found.append(replace(trial, counts=explained is not None and explained >= LIKELY))
     return found
 
 
@@ -206,7 +211,7 @@ def held_repair(
     lowest, index = min(own)
     noise = noise_of("loss", before["loss"], bench, of_the_data=False)
     usual = bench.measurements.log.usual_loss if bench.measurements.log else None  # the baseline shares the state
-    settled = usual is not None and lowest - usual <= noise
+    settled = usual is not None and before["loss"] - lowest >= SETTLED_SHARE * (before["loss"] - usual)
     return trials[index] if before["loss"] - lowest > noise and not settled else None
 
 
@@ -252,7 +257,7 @@ def readings_before(bench: Bench) -> Reading:
 
 def judge_trials(suspect: Suspect, trials: list[Trial], before: Reading, bench: Bench) -> Judged:
     """The best explained share over the suspect's trials and the measures it is judged on."""
-    records, shares, problems = [], [], []
+    records, shares, joint, problems = [], [], [], []
     for trial in (t for t in trials if t.suspect is suspect):
         if trial.reading is None:
             problems.append(trial.problem)
@@ -264,23 +269,33 @@ def judge_trials(suspect: Suspect, trials: list[Trial], before: Reading, bench: 
                 continue
             start = before[measure]
             if trial.held is not None:
-                if trial.held.reading is None or measure not in trial.held.reading or measure == "nonfinite":
+                if trial.held.reading is None or measure != "loss":
                     continue
-                start = trial.held.reading[measure]
+                start = trial.held.reading["loss"]
             reference = reference_for(measure, trial, trials, before, bench)
             share = explained_share(measure, start, after, reference, bench, trial.of_the_data)
             if share is not None and does_harm(trial, before):
                 share = 0.0
             records.append(_record(trial, measure, start, after, reference, share))
-            if trial.held is not None and share:
-                share *= share_left(measure, before[measure], start, reference)
-            shares.append(share)
+            if trial.held is None:
+                shares.append(share)
+            elif trial.counts and share:
+                gained = share_of(start - after, before["loss"], reference)
+                joint.append(min(gained, share_of(before["loss"] - after, before["loss"], reference) / 2))
+    for trial in (t for t in trials if t.held is not None and t.held.suspect is suspect and t.counts):
+        if trial.reading is not None:  # the other repair is worth nothing without this one: half of both is this one's
+            after = trial.reading["loss"]
+            reference = reference_for("loss", trial, trials, before, bench)
+            shares.append(share_of(before["loss"] - after, before["loss"], reference) / 2)
+    alone = max((share for share in shares if share is not None), default=0.0)
+    on_top = bool(joint) and max(joint) > alone
+    shares += joint
     known = [share for share in shares if share is not None]
     explained = max(known) if known else None
     untested = "; ".join(dict.fromkeys(problems)) if not records else ""
-    ran = [trial for trial in trials if trial.suspect is suspect and trial.reading is not None]
+    ran = [trial for trial in trials if trial.suspect is suspect and trial.reading is not None and trial.counts]
     needed = bool(ran) and all(does_harm(trial, before) for trial in ran)
-    return Judged(suspect, explained, tuple(records), untested, needed)
+    return Judged(suspect, explained, tuple(records), untested, needed, on_top)
 
 
 def shows_in(trial: Trial, bench: Bench) -> bool:
@@ -288,13 +303,11 @@ def shows_in(trial: Trial, bench: Bench) -> bool:
     return trial.plan.intervention == "change_precision" or reading_of(bench.trace)["nonfinite"] > 0.0
 
 
-def share_left(measure: Measure, before: float, start: float, reference: float | None) -> float:
-    """Of the whole excess, what the repair that is held in place leaves to explain."""
-    if reference is None:
+def share_of(gain: float, before: float, reference: float | None) -> float:
+    """A gain in loss, of the whole excess."""
+    if reference is None or not before > reference:
         return 0.0
-    if measure == "grad_norm":
-        before, start, reference = (math.log(max(value, 1e-30)) for value in (before, start, reference))
-    return min(1.0, max(0.0, (start - reference) / (before - reference))) if before > reference else 0.0
+    return min(1.0, max(0.0, gain / (before - reference)))
 
 
 def does_harm(trial: Trial, before: Reading) -> bool:
@@ -338,7 +351,11 @@ def reference_for(measure: Measure, trial: Trial, trials: list[Trial], before: R
         return usual if usual and math.log(max(after, 1e-30) / usual) > GRAD_NOISE else after
     if measure == "grad_norm" and m.log is not None and _above(before["grad_norm"], m.log.usual_grad_norm, 1.5):
         return m.log.usual_grad_norm
-    reached = [t.reading[measure] for t in trials if t.reading is not None and measure in t.reading]
+    reached = [
+        t.reading[measure]
+        for t in trials
+        if t.reading is not None and measure in t.reading and (t.held is None or (measure == "loss" and t.counts))
+    ]
     if measure == "precision_gap" or (measure == "step_damage" and m.step_effect is not None):
         reached.append(0.0)  # what rounding, or a step, costs where nothing is wrong: no repair sets its own mark
     finite = [value for value in reached if math.isfinite(value)]
@@ -467,7 +484,7 @@ def _weight(status: Status, item: Judged) -> tuple[float, float, float]:
     return (_STRENGTH[status], item.explained or 0.0, item.suspect.strength)
 
 
-def _sort_key(status: Status, item: Judged, order: dict[str, int]) -> tuple[bool, int, int, int]:
+def _sort_key(status: Status, item: Judged, order: dict[str, int]) -> tuple[bool, int, bool, int, int]:
     # What is certain but, tried, explains nothing of the excess goes behind the cause that does.
     certain = status == "decisive" and item.explained is None
     share = 1.0 if certain else item.explained or 0.0
@@ -476,7 +493,7 @@ def _sort_key(status: Status, item: Judged, order: dict[str, int]) -> tuple[bool
     if status == "likely" and item.explained is None and item.suspect.latent:
         strength = _STRENGTH["latent"]  # an untested suspicion is no better founded than a danger that stands higher
     # A statement about the batch never hides a defect, not even a latent one.
-    return (item.suspect.last_resort, -strength, band, order.get(item.suspect.cause, 9999))
+    return (item.suspect.last_resort, -strength, item.on_top, band, order.get(item.suspect.cause, 9999))
 
 
 def _ranked(suspect: Suspect, status: Status, explained: float | None) -> Ranked:

@@ -217,7 +217,7 @@ def _learning_rate(
 ) -> tuple[float | None, tuple[str, ...]]:
     """As given, else as logged at the step, else the largest of the stored optimizer's groups.
 
-    A stored rate that is far above the logged one is taken instead: a resumed run would step with it.
+    Where all stored rates are far above the logged one, their largest is taken: a resumed run may step with it.
 
     Raises:
         ProbeError: for a given rate that no step can be taken with.
@@ -229,7 +229,7 @@ def _learning_rate(
     stored = max(_group_rates(optimizer), default=None)
     logged = log.logged_lr if log is not None else None
     if logged is not None and 0.0 <= logged <= LARGEST_RATE:
-        if stored is not None and stored > FAR_ABOVE * logged > 0:
+        if stored is not None and min(_group_rates(optimizer)) > FAR_ABOVE * logged > 0:
             return stored, (
                 f"learning rate {stored:g}, as stored with the optimizer; the log has {logged:g} at the step",
             )

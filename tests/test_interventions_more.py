@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from fixtures.lagged_language import MIXTRAL, experts, sequences
 from stability_probe.batches.base import Batch
-from stability_probe.interventions import cap_logits, realign_labels, rescale_logits
-from stability_probe.interventions.bench import CannotRun, tried
+from stability_probe.interventions import cap_logits, realign_labels, replace_elements, rescale_logits, rescale_tensor
+from stability_probe.interventions.bench import CannotRun, swapped, tried
 from stability_probe.interventions.cap_logits import without_cap
 from stability_probe.interventions.change_rotary import reordered, with_theta
 from stability_probe.interventions.clamp_inputs import clamped_inputs
@@ -378,3 +378,27 @@ def test_moved_targets_cost_what_the_offset_sums_say(offset, rows):
     bench = bench_of(decoder("llama"))
     summed = realign_labels.trial(bench, offset, rows)["loss"]
     assert realign_labels.repaired(bench, offset, rows).read()["loss"] == pytest.approx(summed, abs=1e-5)
+
+
+def test_repairs_of_one_tensor_build_on_each_other():
+    model = decoder("llama")
+    bench, name = bench_of(model), "blocks.0.mlp.up_proj.weight"
+    tensor = model.get_parameter(name)
+    with torch.no_grad():
+        tensor[1, 2] = 500.0
+    both = replace_elements.repaired(rescale_tensor.repaired(bench, name, 0.5), name, [(1, 2)]).read()["loss"]
+    by_hand = tensor.detach() * 0.5
+    by_hand[1, 2] = by_hand.flatten().nanmedian()
+    assert both == bench.holding(lambda: swapped(model, {name: by_hand})).read()["loss"]
+
+
+def test_a_second_change_of_the_attention_logits_cannot_run():
+    once = rescale_logits.repaired(bench_of(decoder("llama")), 0.5)
+    with pytest.raises(CannotRun, match="changed already"):
+        rescale_logits.repaired(once, 0.5)
+    assert cap_logits.repaired(once, 5.0).read()["loss"] != once.read()["loss"]  # those of the output may be
+
+
+def test_only_the_inputs_of_projections_are_held():
+    with pytest.raises(CannotRun, match="no projection"):
+        trial("clamp_inputs", bench_of(decoder("llama")), module="embed", times=10.0)

@@ -22,6 +22,9 @@ from stability_probe.rules.label_misalignment import RULE as LABELS
 from stability_probe.rules.label_misalignment import _testified
 from stability_probe.rules.logit_drift import bf16_spacing
 from stability_probe.rules.not_reproduced import clean_factor
+from stability_probe.rules.position_encoding import RULE as POSITIONS
+from stability_probe.rules.qk_norm_gain_growth import RULE as GAINS
+from stability_probe.rules.qk_norm_gain_growth import _grown
 from tests.rule_tables import measurements_from
 
 RULES = load_rules()
@@ -237,3 +240,24 @@ def test_the_rank_chance_is_the_share_of_orders(own: list[int], other: list[int]
 def test_many_rows_are_not_ranked() -> None:
     assert rank_chance([2.0] * 21, [1.0] * 3) == 1.0
     assert rank_chance([2.0] * 6, [1.0] * 6) == pytest.approx(1 / 924)
+
+
+def test_gains_under_the_published_limit_are_no_danger_of_their_own() -> None:
+    """Qwen3-0.6B has a gain of 96.5 in its first layer: heads of 47 there must be asked about, and never condemned."""
+    heads = {(2, head): {"max_logit": 46.0 + head, "entropy": 0.4} for head in range(4)}
+    tables = {"qk_norm": True, "heads": _cases.heads(heads), "parameters": _grown(2, 96.5)}
+    (found,) = GAINS.examine(measurements_from(tables), GAINS.thresholds)
+    assert not found.latent
+    changes = [plan.arguments["gammas"][2] for plan in found.plans]
+    assert len(set(changes)) == len(changes) and all(factor < 1 for factor in changes)
+
+
+def test_another_base_keeps_the_stretch_and_every_other_stretch_is_tried() -> None:
+    losses = ((0, 4, 5.9, 16), (4, 16, 5.7, 48), (16, 64, 5.8, 192), (64, 128, 5.8, 252))
+    tables = {
+        "positions": {"rotary_theta": 5e5, "rotary_stretch": 8.0, "losses": losses}, "loss": 5.8,
+        "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05},
+    }  # fmt: skip
+    (found,) = POSITIONS.examine(measurements_from(tables), POSITIONS.thresholds)
+    tried = [(p.arguments["theta"], p.arguments["stretch"]) for p in found.plans if "theta" in p.arguments]
+    assert (1e4, 8.0) in tried and {s for theta, s in tried if theta == 5e5} == {1.0, 2.0, 4.0}

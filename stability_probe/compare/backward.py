@@ -6,6 +6,7 @@ sent back through it. What then differs in the gradients of its parameters and o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +31,8 @@ class BlockGradients:
 
     Attributes:
         rows: first rows of the forwards on which this is done.
-        quota: for how many of the blocks; where not for all, those that stand out most in the forward.
+        quota: for how many of the blocks; where not for all, half of it evenly spaced, the others those that stand out
+            most in the forward.
         standing_out: how far the blocks' own errors in the forward are above those of the others, by name.
         loss_scale: of the precision; gradients of parameters have been divided by it, those of inputs have not.
     """
@@ -58,9 +60,11 @@ class BlockGradients:
 
     def _choose(self) -> None:
         if not self.chosen:
-            error = self.standing_out() if self.quota < len(self.blocks) else {}
-            worst = sorted(self.blocks, key=lambda block: -error.get(block, 0.0))
-            self.chosen = frozenset(worst[: self.quota])
+            few = self.quota < len(self.blocks)
+            even = self.blocks[:: math.ceil(2 * len(self.blocks) / self.quota)] if few else ()
+            error = self.standing_out() if even else {}
+            rest = sorted((b for b in self.blocks if b not in even), key=lambda block: -error.get(block, 0.0))
+            self.chosen = frozenset((*even, *rest[: self.quota - len(even)]))
 
     def _take(self, block: str, name: str) -> Callable[[Tensor], None]:
         @without_modes

@@ -162,6 +162,6 @@ def _notes(low: LowRun) -> tuple[str, ...]:
     failed = {**low.tap.failed, **{f"backward of {k}": v for k, v in low.tap.backward.failed.items()}}
     rows = ", ".join(str(row) for row in sorted(low.tap.backward.rows))
     done, blocks = len(low.tap.backward.chosen), len(low.tap.subject.anatomy.blocks)
-    which = "blocks" if done >= blocks else f"{done} of {blocks} blocks, the worst in the forward,"
+    which = "blocks" if done >= blocks else f"{done} of {blocks} blocks (half of them the worst in the forward)"
     sampled = f"gradients of {which} were computed again in fp32 on the forwards that begin with row {rows}"
     return (sampled, *(f"`{name or '(model)'}` could not be computed again: {why}" for name, why in failed.items()))

@@ -63,6 +63,7 @@ class Bench:
     with_gradients: bool = False
     held: tuple[Callable[[], Any], ...] = ()
     change_logits: Change | None = None
+    attention_is_changed: bool = False
 
     def holding(self, context: Callable[[], Any] | None = None, change_logits: Change | None = None) -> Bench:
         """The same bench with a change of the state in place, inside those that it already holds."""
@@ -70,6 +71,16 @@ class Bench:
         before, after = self.change_logits, change_logits
         both = (lambda logits: after(before(logits))) if before and after else after or before
         return replace(self, held=held, change_logits=both)
+
+    def holding_attention(self, context: Callable[[], Any]) -> Bench:
+        """As `holding`, for a change of the attention logits.
+
+        Raises:
+            CannotRun: one is in place already: the second would not see what the first made of the mask.
+        """
+        if self.attention_is_changed:
+            raise CannotRun("the attention logits are changed already")
+        return replace(self.holding(context), attention_is_changed=True)
 
     def read(self) -> Reading:
         """Replay the batch with what is held in place, and read what came out."""

@@ -30,7 +30,7 @@ def repaired(bench: Bench, cap: float, where: str = "output", remove: bool = Fal
     def changed(logits: Tensor, _start: int) -> Tensor:
         return torch.where(allowed(logits), change(logits, cap), logits)
 
-    return bench.holding(lambda: AttentionChange(changed).on(bench.subject.module, sites))
+    return bench.holding_attention(lambda: AttentionChange(changed).on(bench.subject.module, sites))
 
 
 def without_cap(logits: Tensor, cap: float) -> Tensor:

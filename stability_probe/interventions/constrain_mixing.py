@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -17,8 +15,7 @@ def repaired(bench: Bench, parameters: list[str], how: str = "sinkhorn") -> Benc
     """The bench with those matrices made doubly stochastic ("sinkhorn") or divided by their spectral norm ("norm")."""
     module = bench.subject.module
     change = doubly_stochastic if how == "sinkhorn" else unit_norm
-    new = {name: change(module.get_parameter(name).detach()) for name in parameters}
-    return bench.holding(functools.partial(swapped, module, new))
+    return bench.holding(lambda: swapped(module, {n: change(module.get_parameter(n).detach()) for n in parameters}))
 
 
 def doubly_stochastic(matrix: Tensor) -> Tensor:

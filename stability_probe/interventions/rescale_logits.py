@@ -20,7 +20,7 @@ def repaired(bench: Bench, factor: float) -> Bench:
     sites = [site.name for site in bench.subject.anatomy.attention]
     if not sites:
         raise CannotRun("no attention module was found in this model")
-    return bench.holding(lambda: AttentionChange(rescaled(factor)).on(bench.subject.module, sites))
+    return bench.holding_attention(lambda: AttentionChange(rescaled(factor)).on(bench.subject.module, sites))
 
 
 def rescaled(factor: float) -> Change:

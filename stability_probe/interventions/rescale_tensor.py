@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from stability_probe.interventions.bench import Bench, swapped
 
 OF_THE_DATA = False
@@ -11,5 +9,5 @@ OF_THE_DATA = False
 
 def repaired(bench: Bench, parameter: str, factor: float) -> Bench:
     """The bench with the tensor × factor."""
-    tensor = bench.subject.module.get_parameter(parameter).detach() * factor
-    return bench.holding(functools.partial(swapped, bench.subject.module, {parameter: tensor}))
+    module = bench.subject.module
+    return bench.holding(lambda: swapped(module, {parameter: module.get_parameter(parameter).detach() * factor}))

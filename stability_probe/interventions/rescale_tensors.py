@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from stability_probe.interventions.bench import Bench, swapped
 
@@ -13,5 +13,8 @@ OF_THE_DATA = False
 def repaired(bench: Bench, factors: Mapping[str, float]) -> Bench:
     """The bench with each named parameter × its factor."""
     module = bench.subject.module
-    new = {name: module.get_parameter(name).detach() * factor for name, factor in factors.items()}
-    return bench.holding(functools.partial(swapped, module, new))
+
+    def changed() -> AbstractContextManager[None]:
+        return swapped(module, {name: module.get_parameter(name).detach() * factor for name, factor in factors.items()})
+
+    return bench.holding(changed)

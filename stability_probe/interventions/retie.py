@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from stability_probe.interventions.bench import Bench, CannotRun, swapped
 
 OF_THE_DATA = False
@@ -18,4 +16,4 @@ def repaired(bench: Bench, parameter: str, source: str) -> Bench:
     known = dict(bench.subject.module.named_parameters())
     if parameter not in known or source not in known or known[parameter].shape != known[source].shape:
         raise CannotRun(f"{parameter} and {source} are not two parameters of one shape")
-    return bench.holding(functools.partial(swapped, bench.subject.module, {parameter: known[source].detach()}))
+    return bench.holding(lambda: swapped(bench.subject.module, {parameter: known[source].detach()}))

@@ -26,7 +26,7 @@ def repaired(bench: Bench, rows: list[int] | None = None) -> Bench:
         mask = bench.batch.mask_BT.clone()
         mask[rows] = True
         bench = dataclasses.replace(bench, batch=dataclasses.replace(bench.batch, mask_BT=mask))
-    return bench.holding(lambda: AttentionChange(see_itself).on(bench.subject.module, sites))
+    return bench.holding_attention(lambda: AttentionChange(see_itself).on(bench.subject.module, sites))
 
 
 def see_itself(logits: Tensor, start: int) -> Tensor:

@@ -85,8 +85,8 @@ def require_attention(m: Measurements) -> None:
         raise Skip("no attention was seen; needs a model that calls scaled_dot_product_attention or softmax in blocks")
 
 
-def hot_heads(m: Measurements, t: dict[str, Threshold]) -> list[HotHead]:
-    """Heads over tau and over their siblings, the hottest first.
+def hot_heads(m: Measurements, t: dict[str, Threshold], least: float | None = None) -> list[HotHead]:
+    """Heads over tau (over `least` where that is given) and over their siblings, the hottest first.
 
     The siblings of a head are all other heads, or those of the other layers where that median is lower: in a
     model of two layers, one hot layer must not be its own excuse. Where every head is hot, none is listed.
@@ -99,7 +99,7 @@ def hot_heads(m: Measurements, t: dict[str, Threshold]) -> list[HotHead]:
         others = [other for other in table if other is not row]
         elsewhere = [other for other in others if other["layer"] != row["layer"]]
         groups = [group for group in (others, elsewhere) if group]
-        if not groups or row["max_logit"] <= tau:
+        if not groups or row["max_logit"] <= (tau if least is None else least):
             continue
         siblings = min(groups, key=lambda group: median(other["max_logit"] for other in group))
         usual = median(other["max_logit"] for other in siblings)

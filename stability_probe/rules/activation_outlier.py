@@ -39,7 +39,7 @@ THRESHOLDS = {
         "agree", "OLMo-core: a step is skipped at 6 standard deviations over 128 steps",
     ),
     "steeper": Threshold(
-        3, "x the log's usual gradient norm", "hard text has larger gradients, by less than this",
+        3, "x the log's usual gradient norm", "beside it half a nat is enough: hard text has larger gradients, by less",
         "python benchmarks/healthy_ranges.py (gradient norms over five kinds of text)",
     ),
     "x_baseline": Threshold(
@@ -48,8 +48,8 @@ THRESHOLDS = {
         _HEALTHY,
     ),
     "input": Threshold(
-        10, "x the median channel's largest input", "how far the repair lets a unit stand out; decides nothing alone",
-        "Shazeer, GLU Variants Improve Transformer, 2020: units of a gate are of one size at the start",
+        10, "x the median channel's largest input", "how far the repair lets a unit stand out; whether it is one, the "
+        "loss decides", "python -m benchmarks.verdicts --only unit",
     ),
     "x_siblings": Threshold(
         10, "x the same module in the other layers", "with a baseline this only keeps out what all layers do", _HEALTHY
@@ -108,12 +108,12 @@ def _shared_later(row: Record, blocks: list[Record]) -> bool:
 
 
 def _fell(m: Measurements, t: dict[str, Threshold]) -> bool:
-    """Whether the log says that the loss or the gradient was not always what it is."""
-    if m.log is None:
+    """Whether the log says that the loss was not always what it is, and no row of the batch is odd."""
+    if m.log is None or m.log.usual_loss is None or any(row["flags"] for row in records(m.rows)):
         return False
-    loss, norm = m.log.usual_loss, m.log.usual_grad_norm
-    dearer = loss is not None and m.loss >= loss + clear_margin(m, t, "fell")
-    return dearer or (norm is not None and m.global_grad_norm >= t["steeper"].value * norm)
+    over, norm = m.loss - m.log.usual_loss, m.log.usual_grad_norm or 0.0
+    steeper = norm > 0 and m.global_grad_norm >= t["steeper"].value * norm
+    return over >= clear_margin(m, t, "fell") or (steeper and over >= t["fell"].value)
 
 
 def _past(row: Record, usual: float, blocks: list[Record], fell: bool, t: dict[str, Threshold]) -> bool:
@@ -177,8 +177,11 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
                 # One unit inside an MLP drives every channel of its output at once.
                 Plan("clamp_channel", {"module": row["module"], "channel": None, "limit": limit},
                      f"all channels of {row['module']} clamped to {limit:.3g}"),
-                Plan("clamp_inputs", {"module": row["module"], "times": t["input"].value},
-                     f"inputs of {row['module']} held to {t['input'].value:g} x their median channel"),
+                *(
+                    Plan("clamp_inputs", {"module": row["module"], "times": t["input"].value},
+                         f"inputs of {row['module']} held to {t['input'].value:g} x their median channel")
+                    for _ in range(row["role"] == "linear")
+                ),
             ),
             strength=ratio / used.value,
         )

@@ -69,6 +69,11 @@ THRESHOLDS = {
         0.75, "of the rows", "a shift moves the batch; one or two odd rows are those rows' affair",
         "with fewer, dropping the odd rows would explain it",
     ),
+    "of_the_state": Threshold(
+        1 / 3, "of the excess over the log, that the baseline batch has too", "a third is what two batches of one "
+        "mixture may differ by beside a shift that is clear of it; more is the checkpoint's own",
+        "a baseline of six rows half a nat over the log, beside a batch 1.7 nats over it",
+    ),
     "noise": Threshold(
         0.75, "of the way from the usual loss to a uniform guess", "well-formed text in a rare language stays well "
         "below a uniform guess",
@@ -221,9 +226,12 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     if m.baseline_loss is None or not is_number(m.baseline_loss):
         return _against(m, t, logged, by_log)
     found = _against(m, t, m.baseline_loss, "baseline batch")
-    # Few rows of a baseline can scatter too far to tell; then the log may, where the baseline is as usual by it.
-    is_usual = m.baseline_loss < logged + _log_limit(m, t)
-    return found or (_against(m, t, logged, by_log) if by_log != "baseline batch" and is_usual else [])
+    if found or by_log == "baseline batch":
+        return found
+    # Few rows of a baseline can scatter too far to tell; then the log may, unless the baseline stands above it as well:
+    # what both batches cost more is the checkpoint's.
+    is_usual = m.baseline_loss - logged <= t["of_the_state"].value * (m.loss - logged)
+    return _against(m, t, logged, by_log) if is_usual else []
 
 
 def _against(m: Measurements, t: dict[str, Threshold], usual: float, name: str) -> list[Suspect]:
@@ -298,6 +306,25 @@ RULE = Rule(
             {
                 "loss": 1.2, "rows": _cases.rows({row: {"loss": 1.2} for row in range(4)}),
                 "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05},
+            },
+            False,
+        ),
+        Case(
+            "over the log, beside a baseline whose rows scatter too far to tell",
+            {
+                "loss": 5.79,
+                "rows": _cases.rows({row: {"loss": loss} for row, loss in enumerate((6.5, 5.7, 5.2, 5.7))}),
+                "baseline_loss": 4.4, "baseline_row_losses": (5.6, 4.7, 5.4, 1.8),
+                "log": {"step": 400, "usual_loss": 4.0, "loss_spread": 0.4},
+            },
+            True,
+        ),
+        Case(
+            "near miss: over the log, as the baseline is: the checkpoint is what differs",
+            {
+                "loss": 3.55, "rows": _cases.rows({row: {"loss": 3.5 + 0.03 * row} for row in range(4)}),
+                "baseline_loss": 3.45, "baseline_row_losses": (3.4, 3.5),
+                "log": {"step": 400, "usual_loss": 3.0, "loss_spread": 0.05},
             },
             False,
         ),

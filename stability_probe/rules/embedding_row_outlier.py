@@ -43,7 +43,7 @@ PAGE = Page(
     ),
     signature=(
         "Rows whose norm is ten times the table's median or more, used by named rows of the batch; for an erased row, "
-        "most of the embedding's squared gradient norm in that one row."
+        "or several, most of the embedding's squared gradient norm in them."
     ),
     false_alarms=(
         "A rare token alone is no fault: its row has an ordinary norm. A zero row at the padding id is by design and "
@@ -100,7 +100,8 @@ def _suspect(parameter: str, odd: list[Record], t: dict[str, Threshold]) -> Susp
                 "median row of the table", t["large"].value * worst["median_norm"], t["large"].source,
             ),
             Evidence(f"uses of token {int(worst['token'])} in the batch", int(worst["count"]), ""),
-            Evidence("its share of the table's squared gradient norm", worst["grad_share"], "",
+            Evidence("the listed rows' share of the table's squared gradient norm",
+                     sum(row["grad_share"] for row in odd if is_number(row["grad_share"])), "",
                      threshold=t["grad_share"].value if ratio < 1 else None,
                      source=t["grad_share"].source if ratio < 1 else ""),
         ),

@@ -42,8 +42,9 @@ THRESHOLDS = {
 }  # fmt: skip
 # Bases that models are trained with: the original, code and long-context Llama, Qwen, and short-context variants.
 USUAL_THETAS = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0)
-# Position interpolation (Chen et al. 2023, Extending Context Window of Large Language Models): Llama's 2, 4 and 8.
-USUAL_STRETCHES = (2.0, 4.0, 8.0)
+# Position interpolation divides all positions by one factor (Chen et al., Extending Context Window of Large Language
+# Models via Positional Interpolation, 2023); 1 is none.
+USUAL_STRETCHES = (1.0, 2.0, 4.0, 8.0)
 
 PAGE = Page(
     title="Position encoding",
@@ -124,11 +125,12 @@ def _settings(m: Measurements, facts: PositionFacts, t: dict[str, Threshold]) ->
     if not (is_number(first) and is_number(later) and (first <= limit or rises)):
         return []
     other = [theta for theta in USUAL_THETAS if abs(theta / facts.rotary_theta - 1) > 0.01]
-    plans = [Plan("change_rotary", {"theta": theta}, f"rotary base {theta:g}") for theta in other]
-    stretches = USUAL_STRETCHES if abs(facts.rotary_stretch - 1) <= 0.01 else (1.0,)
+    now = facts.rotary_stretch
+    plans = [Plan("change_rotary", {"theta": theta, "stretch": now}, f"rotary base {theta:g}") for theta in other]
     plans += [
         Plan("change_rotary", {"theta": facts.rotary_theta, "stretch": stretch}, f"positions divided by {stretch:g}")
-        for stretch in stretches
+        for stretch in USUAL_STRETCHES
+        if abs(stretch / now - 1) > 0.01
     ]
     if not m.qk_norm and any(name.endswith(("q_proj.weight", "wq.weight")) for name in m.parameters["parameter"]):
         plans += [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stability_probe.judge import Case, Page, Plan, Rule, Suspect, Threshold
@@ -82,6 +81,7 @@ def _suspect(m: Measurements, layer: int, hot: list[HotHead], gains: list[Record
     grown = ratio >= t["gain"].value
     said = f", gains {ratio:.3g} x the other layers'" if grown else ""
     levels = {"tau": t["tau"].value, "the siblings' 95th percentile": first.high, "the siblings' median": first.usual}
+    past_tau = first.max_logit > t["tau"].value
     return Suspect(
         cause=RULE.slug,
         summary=f"{plural(len(hot), 'head')} of layer {layer} up to attention logits of {first.max_logit:.0f} under "
@@ -91,7 +91,7 @@ def _suspect(m: Measurements, layer: int, hot: list[HotHead], gains: list[Record
             heads=tuple(head.place for head in hot), parameters=names,
         ),
         evidence=(
-            *head_evidence(first, t),
+            *head_evidence(first, t)[0 if past_tau else 1 :],
             Evidence(f"largest query gain x largest key gain of layer {layer}", _gain(gains, layer), "", usual,
                      "median of the other layers", t["gain"].value * usual, t["gain"].source),
         ),
@@ -101,7 +101,8 @@ def _suspect(m: Measurements, layer: int, hot: list[HotHead], gains: list[Record
             for name, level in levels.items() if 0 < level < first.max_logit
         ),
         strength=first.max_logit / t["tau"].value,
-        latent=grown and any(head.is_danger(t) for head in hot),
+        # Danger without a cost is said of logits past the published limit alone.
+        latent=grown and any(head.max_logit > t["tau"].value and head.is_danger(t) for head in hot),
     )  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     # In narrow heads logits stay small. A layer's gains drive all of its heads: where they have grown and most of the
     # heads are far above those of other layers, that is enough to ask.
     above: dict[int, list[HotHead]] = {}
-    for head in hot_heads(m, {**t, "tau": replace(t["tau"], value=0.0)}):
+    for head in hot_heads(m, t, least=0.0):
         above.setdefault(head.place[0], []).append(head)
     for layer, heads in above.items():
         all_heads = sum(int(row["layer"]) == layer for row in records(m.heads))

@@ -43,8 +43,8 @@ THRESHOLDS = {
         "python -m benchmarks.verdicts --split fresh --only tokenizer",
     ),
     "ordinary_gradient": Threshold(
-        15, "x the reference's gradient norm", "foreign ids are mispredicted with less confidence than a damaged state "
-        "mispredicts its own: beyond it the state takes part",
+        15, "x the baseline batch's gradient norm", "foreign ids are mispredicted with less confidence than a damaged "
+        "state mispredicts its own: beyond it the state takes part",
         "python -m benchmarks.verdicts: 0.8 to 7.2 in 25 batches of other tokenizers",
     ),
     "flag_score": Threshold(
@@ -150,8 +150,8 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
         return []
     # The entropy of few tokens is too low an estimate; past a uniform guess no frequencies explain the loss.
     trained = usual < min(m.unigram_entropy, limit - 1) or (m.loss >= uniform and usual <= uniform - 1)
-    norm = m.baseline_grad_norm if m.baseline_grad_norm is not None else m.log.usual_grad_norm if m.log else None
-    steep = norm is not None and m.global_grad_norm > t["ordinary_gradient"].value * norm
+    # Not the log's: its norms are of batches of another size.
+    steep = m.global_grad_norm > t["ordinary_gradient"].value * (m.baseline_grad_norm or math.inf)
     if not trained or odd_rows or steep or 2 * content >= len(losses) or not _right_offset(m, limit):
         return []
     return [
