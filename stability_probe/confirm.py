@@ -45,6 +45,7 @@ MANY_ROWS = 5
 TELLING = 0.5
 # From this share on a cause leaves nothing for the ones below it.
 SETTLED_SHARE = 0.9
+ON_TOP = "gains nothing before the first cause is repaired, and this share after it"
 SETTLED = "not tried: a cause that stands higher already explains the loss"
 # A step's batch has more targets than this: a saved batch with fewer (masked prompts, short rows) has larger gradients.
 FEW_TARGETS = 256
@@ -144,7 +145,7 @@ def without_confirmation(suspects: list[Suspect], rules: tuple[Rule, ...], bench
     ranked = []
     for suspect in sorted(suspects, key=lambda s: (s.last_resort, not s.decisive, s.latent, order.get(s.cause, 9999))):
         status: Status = "decisive" if suspect.decisive else "unconfirmed"
-        ranked.append((_ranked(suspect, status, None), suspect))
+        ranked.append((_ranked(Judged(suspect, None, ()), status), suspect))
     return verdict_of(ranked, [], rules, bench, [])
 
 
@@ -474,7 +475,7 @@ def rank(judged: list[Judged], order: dict[str, int]) -> list[tuple[Ranked, Susp
     entries = sorted(best.values(), key=lambda entry: _sort_key(entry[0], entry[1], order))
     proved = any(status in ("decisive", "confirmed") and not item.suspect.last_resort for status, item in entries)
     kept = [(status, item) for status, item in entries if not (proved and item.suspect.last_resort)]
-    return [(_ranked(item.suspect, status, item.explained), item.suspect) for status, item in kept]
+    return [(_ranked(item, status), item.suspect) for status, item in kept]
 
 
 _STRENGTH = {"decisive": 4, "confirmed": 3, "likely": 2, "latent": 1, "unconfirmed": 0}
@@ -496,8 +497,10 @@ def _sort_key(status: Status, item: Judged, order: dict[str, int]) -> tuple[bool
     return (item.suspect.last_resort, -strength, item.on_top, band, order.get(item.suspect.cause, 9999))
 
 
-def _ranked(suspect: Suspect, status: Status, explained: float | None) -> Ranked:
-    return Ranked(suspect.cause, status, explained, suspect.summary, suspect.location, suspect.evidence)
+def _ranked(item: Judged, status: Status) -> Ranked:
+    suspect = item.suspect
+    entry = Ranked(suspect.cause, status, item.explained, suspect.summary, suspect.location, suspect.evidence)
+    return replace(entry, why_not_first=ON_TOP) if item.on_top else entry
 
 
 def verdict_of(
@@ -519,12 +522,18 @@ def verdict_of(
     first, suspect = ranked[0]
     pages = {rule.slug: rule.page for rule in rules}
     remedies = suspect.remedies or (pages[first.cause].remedies if first.cause in pages else ())
-    others = tuple(replace(e, why_not_first=_why_not_first(e, who, first)) for e, who in ranked[1:])
+    others = tuple(replace(e, why_not_first=e.why_not_first or _why_not_first(e, who, first)) for e, who in ranked[1:])
+    second = next((entry for entry in others if entry.why_not_first == ON_TOP), None)
+    summary = first.summary
+    if second is not None:
+        summary += f" With that repaired, a second cause shows, {second.cause}: {second.summary}"
+        later = next((page.remedies for slug, page in pages.items() if slug == second.cause), ())
+        remedies = (*remedies, *(Remedy(f"Then, for {second.cause}: {r.action}", r.command) for r in later[:1]))
     return Verdict(
         cause=first.cause,
         status=first.status,
         explained=first.explained,
-        summary=first.summary,
+        summary=summary,
         location=first.location,
         ranked=(first, *others),
         remedies=tuple(remedies),

@@ -37,3 +37,5 @@ def test_what_shows_only_on_top_of_the_other_repair_has_its_share(made: Pair, tm
     assert max((r.explained or 0.0) for r in alone) < 0.25
     best = max(joint, key=lambda r: r.explained or 0.0)
     assert best.before > best.after and best.explained > second.explained
+    assert second.cause in report.verdict.summary and "before the first cause is repaired" in second.why_not_first
+    assert any(second.cause in remedy.action for remedy in report.verdict.remedies)
