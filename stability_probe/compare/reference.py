@@ -23,18 +23,18 @@ from stability_probe.taps.sketch import sketch
 Key = tuple[str, int]
 # A prime stride visits every channel; one element in 7 is plenty for shares over 10⁵ elements.
 STRIDE = 7
-# From here on a row is long, and half as many of its positions are looked at: 64 still are.
-LONG_ROW = 256
+# From here on positions are many, and half as many of them are looked at: 64 still are.
+MANY_POSITIONS = 256
 
 
 def position_stride(positions: int) -> int:
     """Of (rows, positions, channels) every second or fourth position is looked at: errors differ little from one
-    to the next, and short rows have few.
+    to the next, and small batches have few.
 
     Args:
-        positions: of the whole batch, so that grouping rows changes nothing.
+        positions: of all rows of the batch together, so that grouping them changes nothing.
     """
-    return 4 if positions >= LONG_ROW else 2
+    return 4 if positions >= MANY_POSITIONS else 2
 
 
 @dataclass

@@ -97,7 +97,7 @@ def run_reference(
 ) -> ReferenceRun:
     """Replay in the purest fp32: roundings that the model's own code makes are undone too."""
     formats = {p.name: (p.operands, p.gradients, p.operands.name in HIDDEN_FORMATS) for p in precisions}
-    tap = ReferencePass(subject, position_stride(batch.ids_BT.shape[1]), formats)
+    tap = ReferencePass(subject, position_stride(batch.ids_BT.numel()), formats)
     heads: list[Head] = []
     outputs = {logits_format(p).name: (OutputSums(), logits_format(p)) for p in precisions}
     peaks: list[Tensor] = []
@@ -172,7 +172,7 @@ def run_low(
     """Replay in a low precision, every module computed again in fp32 on the inputs that it had."""
     names = (*subject.anatomy.blocks, *(n for n in (subject.anatomy.final_norm, subject.anatomy.head) if n))
     rows = sampled_rows(batch.ids_BT.shape[0], microbatch)
-    stride = position_stride(batch.ids_BT.shape[1])
+    stride = position_stride(batch.ids_BT.numel())
     quota = blocks_again(len(names), len(range(0, batch.ids_BT.shape[0], microbatch)))
     # The head costs as much as six blocks of a small model: where there is room for a few alone, it is left out.
     followed = names if quota == len(names) else subject.anatomy.blocks
