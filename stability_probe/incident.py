@@ -22,7 +22,7 @@ __all__ = ["Incident", "Request", "load_incident", "request_from_folder"]
 
 # What fp32 tensors can be multiplied by.
 LARGEST_RATE = 3.4e38
-# A schedule moves the rate by less between a checkpoint and the spike after it.
+# A judgement: a schedule seldom moves the rate by more between a checkpoint and the spike after it, a slip does.
 FAR_ABOVE = 30.0
 
 

@@ -150,6 +150,10 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     reference = row["baseline_absmax"] if is_number(row["baseline_absmax"]) else usual
     name = "baseline batch" if is_number(row["baseline_absmax"]) else "median of sibling layers"
     ratio = times(row["absmax"], reference)
+    inner: tuple[Plan, ...] = ()
+    if row["role"] == "linear":
+        told = f"inputs of {row['module']} held to {t['input'].value:g} x their median channel"
+        inner = (Plan("clamp_inputs", {"module": row["module"], "times": t["input"].value}, told),)
     channel, place = int(row["channel"]), (int(row["row"]), int(row["position"]))
     limit = max(value for value in (row["baseline_absmax"], usual) if is_number(value))
     used = t["x_baseline"] if is_number(row["baseline_absmax"]) else t["alone_x_siblings"]
@@ -177,11 +181,7 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
                 # One unit inside an MLP drives every channel of its output at once.
                 Plan("clamp_channel", {"module": row["module"], "channel": None, "limit": limit},
                      f"all channels of {row['module']} clamped to {limit:.3g}"),
-                *(
-                    Plan("clamp_inputs", {"module": row["module"], "times": t["input"].value},
-                         f"inputs of {row['module']} held to {t['input'].value:g} x their median channel")
-                    for _ in range(row["role"] == "linear")
-                ),
+                *inner,
             ),
             strength=ratio / used.value,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import statistics
 from typing import TYPE_CHECKING
@@ -72,7 +71,7 @@ THRESHOLDS = {
     "of_the_state": Threshold(
         1 / 3, "of the excess over the log, that the baseline batch has too", "a third is what two batches of one "
         "mixture may differ by beside a shift that is clear of it; more is the checkpoint's own",
-        "a baseline of six rows half a nat over the log, beside a batch 1.7 nats over it",
+        "python -m benchmarks.verdicts --only formulas",
     ),
     "noise": Threshold(
         0.75, "of the way from the usual loss to a uniform guess", "well-formed text in a rare language stays well "
@@ -207,7 +206,7 @@ def _ways(n: int, m: int) -> tuple[int, ...]:
         return (1,)
     last_wins = (0,) * m + _ways(n - 1, m)  # the dearest row is one's own: it beats all m others
     last_loses = _ways(n, m - 1) + (0,) * n
-    return tuple(a + b for a, b in itertools.zip_longest(last_wins, last_loses, fillvalue=0))
+    return tuple(a + b for a, b in zip(last_wins, last_loses, strict=True))
 
 
 def _log_limit(m: Measurements, t: dict[str, Threshold]) -> float:

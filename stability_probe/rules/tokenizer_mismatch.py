@@ -45,7 +45,7 @@ THRESHOLDS = {
     "ordinary_gradient": Threshold(
         15, "x the baseline batch's gradient norm", "foreign ids are mispredicted with less confidence than a damaged "
         "state mispredicts its own: beyond it the state takes part",
-        "python -m benchmarks.verdicts: 0.8 to 7.2 in 25 batches of other tokenizers",
+        "rule data-shift, proved_gradient; python -m benchmarks.verdicts --only tokenizer loses none to it",
     ),
     "flag_score": Threshold(
         1.0, "audit score", "text that does not survive decoding and encoding was not written by this tokenizer",
