@@ -57,6 +57,9 @@ HARM = 0.1
 # Of the logged loss's own scatter, by which one batch may stand above it. Not the six of a rule that skips steps
 # unasked in a run of a million: here one step is looked at because it was odd.
 LOG_SIGMAS = 4
+# Where every row is harder, well formed and of ordinary gradient, another text is the likelier reading up to where long
+# runs call it a spike: OLMo-core skips a step at 6 standard deviations over 128 steps.
+SHIFT_SIGMAS = 6
 # Nats above the baseline batch that no ordinary text of the same run costs: healthy tables, code, chats and rare
 # languages were up to 2.7 dearer than a model's own text, and are known as data-shift; what is left over is not.
 FAR = 1.5
@@ -472,7 +475,10 @@ def rank(judged: list[Judged], order: dict[str, int]) -> list[tuple[Ranked, Susp
         known = best.get(item.suspect.cause)
         if known is None or _weight(status, item) > _weight(*known):
             best[item.suspect.cause] = (status, item)
-    entries = sorted(best.values(), key=lambda entry: _sort_key(entry[0], entry[1], order))
+    # Two tensors that undo each other change the gradient norm and nothing else: where the run's precision is not
+    # finite, that is what broke.
+    broken = any(status == "confirmed" and _judged_on(item) == "nonfinite" for status, item in best.values())
+    entries = sorted(best.values(), key=lambda entry: _sort_key(entry[0], entry[1], order, broken))
     proved = any(status in ("decisive", "confirmed") and not item.suspect.last_resort for status, item in entries)
     kept = [(status, item) for status, item in entries if not (proved and item.suspect.last_resort)]
     return [(_ranked(item, status), item.suspect) for status, item in kept]
@@ -485,7 +491,15 @@ def _weight(status: Status, item: Judged) -> tuple[float, float, float]:
     return (_STRENGTH[status], item.explained or 0.0, item.suspect.strength)
 
 
-def _sort_key(status: Status, item: Judged, order: dict[str, int]) -> tuple[bool, int, bool, int, int]:
+def _judged_on(item: Judged) -> Measure | None:
+    """The measure of which the suspect's best repair explains its share."""
+    best = max(item.records, key=lambda record: record.explained or 0.0, default=None)
+    return None if best is None else best.measure
+
+
+def _sort_key(
+    status: Status, item: Judged, order: dict[str, int], broken: bool
+) -> tuple[bool, int, bool, bool, int, int]:
     # What is certain but, tried, explains nothing of the excess goes behind the cause that does.
     certain = status == "decisive" and item.explained is None
     share = 1.0 if certain else item.explained or 0.0
@@ -494,7 +508,9 @@ def _sort_key(status: Status, item: Judged, order: dict[str, int]) -> tuple[bool
     if status == "likely" and item.explained is None and item.suspect.latent:
         strength = _STRENGTH["latent"]  # an untested suspicion is no better founded than a danger that stands higher
     # A statement about the batch never hides a defect, not even a latent one.
-    return (item.suspect.last_resort, -strength, item.on_top, band, order.get(item.suspect.cause, 9999))
+    of_the_norm = broken and _judged_on(item) == "grad_norm"
+    place = order.get(item.suspect.cause, 9999)
+    return (item.suspect.last_resort, -strength, item.on_top, of_the_norm, band, place)
 
 
 def _ranked(item: Judged, status: Status) -> Ranked:
@@ -512,9 +528,9 @@ def verdict_of(
 ) -> Verdict:
     """The first of the ranked causes; else `unexplained` where an excess is left, else `none`."""
     entries = [entry for entry, _ in ranked]
-    left = (
-        unexplained_excess(bench) if not any(e.status in ("decisive", "confirmed", "likely") for e in entries) else ""
-    )
+    sigmas = SHIFT_SIGMAS if any(suspect.last_resort for _, suspect in ranked) else LOG_SIGMAS
+    is_known = any(e.status in ("decisive", "confirmed", "likely") for e in entries)
+    left = "" if is_known else unexplained_excess(bench, sigmas)
     if left and not any(entry.status == "unconfirmed" for entry in entries):
         return _unexplained(left, entries, records)
     if not entries:
@@ -564,8 +580,12 @@ def _unexplained(left: str, entries: list[Ranked], records: list[InterventionRec
     return Verdict("unexplained", None, None, summary, ranked=tuple(entries), remedies=remedies)
 
 
-def unexplained_excess(bench: Bench) -> str:
-    """The excess that is there whatever caused it, in words; empty where there is none."""
+def unexplained_excess(bench: Bench, sigmas: float = LOG_SIGMAS) -> str:
+    """The excess that is there whatever caused it, in words; empty where there is none.
+
+    Args:
+        sigmas: of the logged loss's own scatter, that one batch may stand above it.
+    """
     m = bench.measurements
     if bench.trace.valid_targets and not math.isfinite(m.loss):
         return f"The loss is {m.loss} in fp32"
@@ -576,7 +596,7 @@ def unexplained_excess(bench: Bench) -> str:
         spread = (m.log.loss_spread if m.log else None) or 0.0
         # A step's mean is over many targets; over a few it differs by two of its standard errors without a cause.
         chance = 2 * TOKEN_SPREAD / math.sqrt(max(bench.trace.valid_targets, 1))
-        if m.loss - usual > max(ORDINARY, LOG_SIGMAS * spread, chance):
+        if m.loss - usual > max(ORDINARY, sigmas * spread, chance):
             return f"The replayed loss, {m.loss:.3f} nats, stands above the log's usual {usual:.3f}"
         # Two batches that were drawn apart scatter by less together: their mean's spread is that over the root of two.
         both = min(m.loss, m.baseline_loss if m.baseline_loss is not None else -math.inf)
@@ -617,7 +637,8 @@ def _healthy_summary(bench: Bench) -> str:
     m = bench.measurements
     against = []
     if m.baseline_loss is not None:
-        against.append(f"baseline {m.baseline_loss:.3f}")
+        scatter = f", from which rows that scatter so may stand {_batch_margin(m):.1f} nats off"
+        against.append(f"baseline {m.baseline_loss:.3f}{scatter if m.loss - m.baseline_loss > ORDINARY else ''}")
     if m.log is not None and m.log.usual_loss is not None:
         against.append(f"log {m.log.usual_loss:.3f}")
     beside = f" ({', '.join(against)})" if against else ""

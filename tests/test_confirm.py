@@ -25,7 +25,7 @@ from stability_probe.confirm import (
 )
 from stability_probe.judge import Plan, Suspect, load_rules
 from stability_probe.measure import LogFacts
-from stability_probe.schema import Location, Outcome
+from stability_probe.schema import InterventionRecord, Location, Outcome
 from tests.rule_tables import measurements_from
 
 RULES = load_rules()
@@ -216,6 +216,30 @@ def test_a_latent_danger_does_not_hide_an_unexplained_excess():
     verdict = verdict_of(rank(judged, ORDER), judged, RULES, bench, [])
     assert verdict.cause == "unexplained"
     assert verdict.ranked[0].cause == "attention-logit-growth"
+
+
+@pytest.mark.parametrize(("sigmas", "cause"), [(5, "data-shift"), (20, "unexplained")])
+def test_harder_text_is_a_statement_up_to_where_a_run_would_call_it_a_spike(sigmas, cause):
+    """Scatter of the log 0.15 nats: five of it is text of another kind, twenty is not known to be."""
+    usual = 3.4
+    loss = usual + sigmas * 0.15
+    bench = bench_of(loss=loss, trace_loss=loss, log={"usual_loss": usual, "step": 10, "loss_spread": 0.15})
+    judged = [Judged(suspect("data-shift", latent=True, last_resort=True), None, ())]
+    assert verdict_of(rank(judged, ORDER), judged, RULES, bench, []).cause == cause
+
+
+def test_what_changes_the_gradient_alone_does_not_stand_before_what_makes_numbers_finite_again():
+    """A tensor times 2e6 and the next one divided by it: the loss is as it was, and fp16 overflows between them."""
+    tensor, overflow = suspect("corrupt-weights"), suspect("fp16-overflow")
+
+    def judged(who, measure):
+        record = InterventionRecord("", who.cause, "", measure, 1.0, 0.0, 0.0, 1.0)
+        return Judged(who, 1.0, (record,))
+
+    by_norm, finite_again = judged(tensor, "grad_norm"), judged(overflow, "nonfinite")
+    assert [entry.cause for entry, _ in rank([by_norm, finite_again], ORDER)] == ["fp16-overflow", "corrupt-weights"]
+    by_loss = judged(tensor, "loss")
+    assert [entry.cause for entry, _ in rank([by_loss, finite_again], ORDER)] == ["corrupt-weights", "fp16-overflow"]
 
 
 def test_a_healthy_batch_leaves_nothing_to_explain():

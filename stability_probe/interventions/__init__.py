@@ -19,7 +19,7 @@ replace_rows (parameter: str, rows: list[int]): those rows rescaled to the media
     the mean row.
 retie (parameter: str, source: str): the parameter becomes a copy of the source.
 clamp_channel (module: str, channel: int | None, limit: float): that channel (or all) of its output clamped to ±limit.
-clamp_inputs (module: str, times: float): each channel of its input held to a multiple of the median channel's largest.
+clamp_largest_input (module: str): the largest channel of its input held to the median channel's largest.
 change_precision (precision: str, modules: list[str]): replay in another precision; with modules, only those
     in fp32.
 simulated_step (refresh: list[str], lr_factor: float): the AdamW step with v̂ := max(v̂, g²) in those

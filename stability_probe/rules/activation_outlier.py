@@ -43,13 +43,9 @@ THRESHOLDS = {
         "python benchmarks/healthy_ranges.py (gradient norms over five kinds of text)",
     ),
     "x_baseline": Threshold(
-        10, "x the same module on the baseline batch", "a healthy model's largest activations hardly depend on the "
+        5, "x the same module on the baseline batch", "a healthy model's largest activations hardly depend on the "
         "text: 22 983 to 28 122 over five kinds of it",
         _HEALTHY,
-    ),
-    "input": Threshold(
-        10, "x the median channel's largest input", "how far the repair lets a unit stand out; whether it is one, the "
-        "loss decides", "python -m benchmarks.verdicts --only unit",
     ),
     "x_siblings": Threshold(
         10, "x the same module in the other layers", "with a baseline this only keeps out what all layers do", _HEALTHY
@@ -72,7 +68,7 @@ PAGE = Page(
         "trigger it."
     ),
     signature=(
-        "The largest value of a module ten times what it is on the baseline batch, and far above the same module in "
+        "The largest value of a module five times what it is on the baseline batch, and far above the same module in "
         "the other layers, in one channel, at named rows and positions."
     ),
     false_alarms=(
@@ -152,8 +148,8 @@ def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
     ratio = times(row["absmax"], reference)
     inner: tuple[Plan, ...] = ()
     if row["role"] == "linear":
-        told = f"inputs of {row['module']} held to {t['input'].value:g} x their median channel"
-        inner = (Plan("clamp_inputs", {"module": row["module"], "times": t["input"].value}, told),)
+        told = f"the largest input channel of {row['module']} held to that of the median channel"
+        inner = (Plan("clamp_largest_input", {"module": row["module"]}, told),)
     channel, place = int(row["channel"]), (int(row["row"]), int(row["position"]))
     limit = max(value for value in (row["baseline_absmax"], usual) if is_number(value))
     used = t["x_baseline"] if is_number(row["baseline_absmax"]) else t["alone_x_siblings"]
