@@ -491,7 +491,7 @@ def _weight(status: Status, item: Judged) -> tuple[float, float, float]:
     return (_STRENGTH[status], item.explained or 0.0, item.suspect.strength)
 
 
-def _judged_on(item: Judged) -> Measure | None:
+def _judged_on(item: Judged) -> str | None:
     """The measure of which the suspect's best repair explains its share."""
     best = max(item.records, key=lambda record: record.explained or 0.0, default=None)
     return None if best is None else best.measure

@@ -82,7 +82,7 @@ class Range:
     overflow: Tensor | float = 0.0
     underflow: Tensor | float = 0.0
     subnormal: Tensor | float = 0.0
-    absmax: Tensor | float = 0.0
+    absmax: float = 0.0
 
     @torch.no_grad()
     def add(self, values: Tensor, fmt: Format, scaled: bool) -> None:
@@ -90,15 +90,15 @@ class Range:
         absmax = absolute_maximum(values)
         count = values.numel()
         self.elements += count
-        self.absmax = torch.maximum(torch.as_tensor(self.absmax, device=absmax.device), absmax)
+        self.absmax = math.nan if math.isnan(absmax) else max(self.absmax, absmax)
         if scaled:
-            factor = fmt.max / absmax.item() if 0 < absmax.item() < math.inf else 1.0
-        elif bool(absmax <= fmt.max) and fmt.min_normal <= FP32.min_normal:
+            factor = fmt.max / absmax if 0 < absmax < math.inf else 1.0
+        elif absmax <= fmt.max and fmt.min_normal <= FP32.min_normal:
             return  # bf16 has fp32's range: nothing can fall out of it below
         else:
             factor = 1.0
         flat = values.detach().reshape(-1)
-        sample = flat if not bool(absmax <= fmt.max) else flat[::STRIDE]
+        sample = flat if not absmax <= fmt.max else flat[::STRIDE]
         shares = range_shares(sample, fmt, factor)
         for name in ("overflow", "underflow", "subnormal"):
             setattr(self, name, getattr(self, name) + getattr(shares, name).double() * count)

@@ -38,16 +38,16 @@ FILLS = (-1e4, -1e9, -1e30, *(torch.finfo(d).min for d in (torch.float32, torch.
 
 @dataclass
 class ErrorSums:
-    """Sums over one module's rows of e = low − reference, on the device.
+    """Sums over one module's rows of e = low − reference.
 
     `count` elements are in the squares, every seventh channel (`sampled` elements) in the signed sums, in units of its
     position's rms error.
     """
 
-    error_square: Tensor | float = 0.0
-    reference_square: Tensor | float = 0.0
-    signed: Tensor | float = 0.0
-    outward: Tensor | float = 0.0
+    error_square: float = 0.0
+    reference_square: float = 0.0
+    signed: float = 0.0
+    outward: float = 0.0
     count: int = 0
     sampled: int = 0
 
@@ -56,30 +56,33 @@ class ErrorSums:
         """Count one output; mask fills and values that are not finite are left out."""
         reference = reference.detach().contiguous()
         error = low.detach().float() - reference
-        counted, sampled = error.numel(), _some_channels(error).numel()
+        self.count += error.numel()
+        some = _some_channels(error)
+        self.sampled += some.numel()
         sizes = _norms(error, reference)
         left_out = _left_out(error, reference, sizes)
         if left_out is not None:
             error = error.masked_fill_(left_out, 0.0)
             reference = reference.masked_fill(left_out, 0.0)
-            counted -= int(left_out.sum())
-            sampled -= int(_some_channels(left_out).sum())
+            self.count -= int(left_out.sum())
+            self.sampled -= int(_some_channels(left_out).sum())
             sizes = _norms(error, reference)
-        squares = sizes.double().square()
-        self.error_square = self.error_square + squares[0]
-        self.reference_square = self.reference_square + squares[1]
-        errors = _in_own_units(_some_channels(error))
-        self.signed = self.signed + errors.sum().double()
-        self.outward = self.outward + torch.dot(errors.flatten(), _some_channels(reference).sign().flatten()).double()
-        self.count += counted
-        self.sampled += sampled
+        self.error_square += sizes[0] ** 2
+        self.reference_square += sizes[1] ** 2
+        # Each over its position's norm: at the few positions of massive activations errors are a thousandfold.
+        errors = some / torch.linalg.vector_norm(some, dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        outward = torch.dot(errors.flatten(), _some_channels(reference).sign().flatten())
+        rms = math.sqrt(some.shape[-1])
+        signed, outwards = torch.stack((errors.sum(), outward)).tolist()
+        self.signed += rms * signed
+        self.outward += rms * outwards
 
     @property
     def relative(self) -> float:
         """‖e‖ / ‖reference‖; NaN where nothing could be compared."""
         if not self.count:
             return math.nan
-        error, size = float(self.error_square), float(self.reference_square)
+        error, size = self.error_square, self.reference_square
         return math.sqrt(error / size) if size > 0 else (0.0 if error == 0 else math.inf)
 
     def bias(self, which: str) -> tuple[float, float]:
@@ -87,7 +90,7 @@ class ErrorSums:
 
         Rounding to nearest gives a mean near 0; rounding toward zero an outward one of −√3/2 = −0.87.
         """
-        mean = float(getattr(self, which)) / self.sampled if self.sampled else 0.0
+        mean = getattr(self, which) / self.sampled if self.sampled else 0.0
         return mean, mean * math.sqrt(self.sampled)
 
 
@@ -96,22 +99,17 @@ def _some_channels(values: Tensor) -> Tensor:
     return values.reshape(-1, values.shape[-1] if values.dim() else 1)[:, ::BIAS_STRIDE]
 
 
-def _in_own_units(errors_NC: Tensor) -> Tensor:
-    """Errors over their position's rms: at the few positions of massive activations they are a thousandfold."""
-    sizes = torch.linalg.vector_norm(errors_NC, dim=-1, keepdim=True) / math.sqrt(errors_NC.shape[-1])
-    return errors_NC / sizes.clamp_min(torch.finfo(torch.float32).tiny)
+def _norms(error: Tensor, reference: Tensor) -> tuple[float, float]:
+    first, second = torch.stack((torch.linalg.vector_norm(error), torch.linalg.vector_norm(reference))).tolist()
+    return first, second
 
 
-def _norms(error: Tensor, reference: Tensor) -> Tensor:
-    return torch.stack((torch.linalg.vector_norm(error), torch.linalg.vector_norm(reference)))
-
-
-def _left_out(error: Tensor, reference: Tensor, sizes: Tensor) -> Tensor | None:
+def _left_out(error: Tensor, reference: Tensor, sizes: tuple[float, float]) -> Tensor | None:
     """Where there is a mask fill, or a value that is not finite; None where there is nothing of the kind."""
     # A norm under the smallest fill holds no fill, and a finite one no infinity: most tensors are not looked at again.
-    if bool((sizes < SENTINEL).all()):
+    if all(size < SENTINEL for size in sizes):
         return None
-    if bool(sizes.isfinite().all()):
+    if all(map(math.isfinite, sizes)):
         low = reference[reference <= -SENTINEL]  # massive activations are few, a causal mask is half of a matrix
         if not any(bool((low == fill).any()) for fill in FILLS):
             return None
@@ -125,7 +123,7 @@ def _left_out(error: Tensor, reference: Tensor, sizes: Tensor) -> Tensor | None:
 class LowStatistics:
     """What the low-precision pass saw of one module; `own` leaves inner modules as they were, `whole` does not."""
 
-    absmax: Tensor | float = 0.0
+    absmax: float = 0.0
     nonfinite: Tensor | int = 0
     elements: int = 0
     own: dict[str, ErrorSums] = field(default_factory=dict)
@@ -210,8 +208,8 @@ class RoundingTap:
     def _measure(self, statistics: LowStatistics, call: Call, values: Tensor) -> None:
         absmax = absolute_maximum(values)
         statistics.elements += values.numel()
-        if bool(absmax < math.inf):
-            statistics.absmax = torch.maximum(torch.as_tensor(statistics.absmax, device=absmax.device), absmax)
+        if absmax < math.inf:
+            statistics.absmax = max(statistics.absmax, absmax)
             return
         statistics.absmax = absmax
         statistics.nonfinite = statistics.nonfinite + (~values.isfinite()).sum()
@@ -306,7 +304,12 @@ def _fewer_positions(output: Tensor, call: Call, stride: int) -> tuple[Tensor, C
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    if type(values) is tuple:  # arguments are tuples of tensors nearly always, and pytrees cost more than what is done
+        return [tensor for value in values for tensor in _tensors(value)]
+    if type(values) is dict:
+        return [tensor for value in values.values() for tensor in _tensors(value)]
+    leaves = (values,) if isinstance(values, Tensor) else tree_leaves(values)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _add(sums: ErrorSums, low: Tensor, reference: list[Tensor], stride: int) -> None:

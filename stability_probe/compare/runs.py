@@ -15,7 +15,7 @@ from stability_probe.batches.base import Batch
 from stability_probe.compare.backward import BlockGradients
 from stability_probe.compare.reference import Fingerprint, Range, ReferencePass, position_stride
 from stability_probe.compare.rounding_tap import RoundingTap
-from stability_probe.memory import give_back_free_memory
+from stability_probe.memory import Heap
 from stability_probe.precisions import get_precision
 from stability_probe.precisions.base import Precision
 from stability_probe.precisions.casting import replaced_forward
@@ -229,10 +229,11 @@ def blocks_again(blocks: int, forwards: int) -> int:
 
 
 def _tidied(advance: Advance) -> Advance:
-    """`advance`, after the memory of the rows that are done was given back."""
+    """`advance`, after memory that the rows left in holes was given back."""
+    heap = Heap()
 
     def done(rows: int) -> None:
-        give_back_free_memory()
+        heap.tidy()
         advance(rows)
 
     return done

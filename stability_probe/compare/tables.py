@@ -54,7 +54,7 @@ def _module_error(anatomy: Anatomy, reference: ReferenceRun, low: LowRun, name: 
         own_site=site,
         amplified_error=amplified,
         cosine=math.nan if nonfinite else cosine(mine, fp32),
-        absmax=float(shown.absmax),
+        absmax=shown.absmax,
         nonfinite=nonfinite,
         outside_range=fits.share("overflow") + fits.share("underflow"),
         bias=outward,
@@ -179,7 +179,7 @@ def ranges(reference: ReferenceRun, low: LowRun) -> tuple[RangeReport, ...]:
 
 def _range_report(what: str, fmt: Format, parts: list[Range]) -> RangeReport:
     elements = max(sum(r.elements for r in parts), 1)
-    absmax = max((float(r.absmax) for r in parts), default=0.0)
+    absmax = max((r.absmax for r in parts), default=0.0)
     over, under, subnormal = (
         sum(r.share(n) * r.elements for r in parts) / elements for n in ("overflow", "underflow", "subnormal")
     )
@@ -191,7 +191,7 @@ def loss_scale_needed(reference: ReferenceRun, low: LowRun) -> float | None:
     if low.precision.gradients is not FP16:
         return None
     seen = reference.tap.gradient_range.get(low.precision.name)  # nothing where no position has a target
-    return fp16_loss_scale(float(seen.absmax)) if seen is not None else None
+    return fp16_loss_scale(seen.absmax) if seen is not None else None
 
 
 def output_report(reference: ReferenceRun, low: LowRun) -> OutputReport:

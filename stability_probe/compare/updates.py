@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor, nn
@@ -19,7 +20,7 @@ SAMPLE = 4_000
 
 @torch.no_grad()
 def survival(weight: Tensor, update: Tensor, generator: Generator) -> tuple[int, int, float, float, float]:
-    """How a bf16 weight takes an fp32 update: elements that should move, that do not (nearest), and progress.
+    """How bf16 weights take an fp32 update: elements that should move, that do not (nearest), and progress.
 
     Returns:
         moving, lost, ⟨u, u⟩, ⟨u, applied by rounding to nearest⟩, ⟨u, applied by stochastic rounding⟩.
@@ -35,26 +36,34 @@ def survival(weight: Tensor, update: Tensor, generator: Generator) -> tuple[int,
 
 def update_reports(model: nn.Module, state: OptimizerState | None, lr: float | None) -> tuple[UpdateReport, ...]:
     """One row from the stored moments where they are known; else one per usual learning rate, with |update| = lr."""
+    samples = [Sample.of(name, parameter) for name, parameter in model.named_parameters()]
     if state is not None and state.kind == "adamw" and state.exp_avg_sq:
-        return (_report(model, "stored moments" + (f" at lr {lr:g}" if lr else ""), state, lr),)
+        return (_report(samples, "stored moments" + (f" at lr {lr:g}" if lr else ""), state, lr),)
     rates = (lr,) if lr else RATES
-    return tuple(_report(model, f"|update| = lr {rate:g}", None, rate) for rate in rates)
+    return tuple(_report(samples, f"|update| = lr {rate:g}", None, rate) for rate in rates)
 
 
-def _report(model: nn.Module, source: str, state: OptimizerState | None, lr: float | None) -> UpdateReport:
-    generators: dict[torch.device, Generator] = {}
-    moving = lost = 0
-    size = nearest = drawn = 0.0
-    for name, parameter in model.named_parameters():
+@dataclass(frozen=True)
+class Sample:
+    """Every stride-th element of one parameter, on the CPU."""
+
+    name: str
+    stride: int
+    weight: Tensor
+
+    @classmethod
+    def of(cls, name: str, parameter: Tensor) -> Sample:
         stride = max(1, parameter.numel() // SAMPLE) | 1  # odd: columns of a power-of-two width are all visited
-        weight = _every(parameter, stride)
-        update = _update(weight, stride, name, state, lr)
-        if update is None:
-            continue
-        generator = generators.setdefault(weight.device, Generator(weight.device).manual_seed(0))
-        found = survival(weight, update, generator)
-        moving, lost = moving + found[0], lost + found[1]
-        size, nearest, drawn = size + found[2], nearest + found[3], drawn + found[4]
+        return cls(name, stride, _every(parameter, stride).cpu())
+
+
+def _report(samples: list[Sample], source: str, state: OptimizerState | None, lr: float | None) -> UpdateReport:
+    updates = [_update(sample, state, lr) for sample in samples]
+    known = [(s.weight.float(), update) for s, update in zip(samples, updates, strict=True) if update is not None]
+    if not known:
+        return UpdateReport(source, math.nan, math.nan, math.nan)
+    weights, steps = (torch.cat(parts) for parts in zip(*known, strict=True))
+    moving, lost, size, nearest, drawn = survival(weights, steps, Generator().manual_seed(0))
     if not moving:
         return UpdateReport(source, math.nan, math.nan, math.nan)
     return UpdateReport(source, lost / moving, nearest / size, drawn / size)
@@ -69,8 +78,9 @@ def _every(values: Tensor, stride: int) -> Tensor:
 
 
 @torch.no_grad()
-def _update(weight: Tensor, stride: int, name: str, state: OptimizerState | None, lr: float | None) -> Tensor | None:
-    """AdamW's step for every stride-th element; `weight` holds these elements already."""
+def _update(sample: Sample, state: OptimizerState | None, lr: float | None) -> Tensor | None:
+    """AdamW's step for the elements of a sample; None where its moments are not known."""
+    weight, name = sample.weight, sample.name
     if state is None:
         return torch.full_like(weight, lr or 0.0, dtype=torch.float32)
     if name not in state.exp_avg or name not in state.exp_avg_sq:
@@ -78,7 +88,7 @@ def _update(weight: Tensor, stride: int, name: str, state: OptimizerState | None
     group = state.groups[state.group_of[name]]
     beta1, beta2 = group.betas
     t = max(state.step.get(name, 1), 1)
-    mean = _every(state.exp_avg[name], stride).to(weight.device).float() / (1 - beta1**t)
-    square = _every(state.exp_avg_sq[name], stride).to(weight.device).float() / (1 - beta2**t)
+    mean = _every(state.exp_avg[name], sample.stride).cpu().float() / (1 - beta1**t)
+    square = _every(state.exp_avg_sq[name], sample.stride).cpu().float() / (1 - beta2**t)
     rate = group.lr if lr is None else lr
     return -rate * (mean / (square.sqrt() + group.eps) + group.weight_decay * weight)

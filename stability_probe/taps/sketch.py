@@ -8,6 +8,8 @@ elements, Charikar et al. 2002, "Finding frequent items in data streams") has WI
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,11 @@ def _signs(length: int, seed: int, device: str) -> Tensor:
     return (torch.randint(0, 2, (length,), generator=generator, dtype=torch.int8) * 2 - 1).to(device, torch.float32)
 
 
+def _in_fp32(device: str) -> AbstractContextManager[Any]:
+    """A replay in bf16 is measured in fp32; where nothing is cast there is nothing to switch off."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 @torch.no_grad()
 def sketch(values: Tensor, seed: int = 0) -> Tensor:
     """(WIDTH,) fp32 sketch of a tensor of any shape.
@@ -32,7 +39,7 @@ def sketch(values: Tensor, seed: int = 0) -> Tensor:
     flat = values.detach().reshape(-1)
     whole = flat.numel() // WIDTH
     signs = _signs(whole + 1, seed, str(flat.device))
-    with torch.autocast(flat.device.type, enabled=False):  # a replay in bf16 is measured in fp32
+    with _in_fp32(flat.device.type):
         result = signs[:whole] @ flat[: whole * WIDTH].view(whole, WIDTH).float()
     if rest := flat.numel() - whole * WIDTH:
         result[:rest] += signs[whole] * flat[whole * WIDTH :].float()
