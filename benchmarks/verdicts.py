@@ -11,6 +11,7 @@
     python -m benchmarks.verdicts --split eighth
     python -m benchmarks.verdicts --split ninth
     python -m benchmarks.verdicts --split tenth
+    python -m benchmarks.verdicts --split eleventh
 
 The first run trains the models (minutes); they are kept in ~/.cache/stability_probe.
 Before each diagnosis the incident's naive check runs; one that is not what it claims to be counts as a crash.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from typing import get_args
 
 import pytest
 
@@ -25,7 +26,7 @@ from benchmarks.verdicts import (
 from fixtures.fresh_runs import SMOLLM2
 from fixtures.verdict_faults import FAULTS
 from fixtures.verdict_healthy import HEALTHY
-from fixtures.verdict_incident import Incident, Truth
+from fixtures.verdict_incident import Incident, Split, Truth
 from fixtures.verdict_incidents import FRESH, INCIDENTS, drawn
 from stability_probe.schema import Location
 
@@ -68,12 +69,12 @@ def test_the_catalogue_is_as_large_as_it_says():
 def test_splits_share_no_seed_of_text():
     seeds = {
         split: {i.seed for i in INCIDENTS if i.split == split and not i.model.startswith("hot")}
-        for split in ("choose", "held-out", "fresh", "later", "last", "sixth", "seventh", "eighth", "ninth", "tenth")
+        for split in get_args(Split)
     }
     assert not seeds["choose"] & seeds["held-out"]
     assert not seeds["fresh"] & (seeds["choose"] | seeds["held-out"])
     assert not seeds["later"] & (seeds["choose"] | seeds["held-out"] | seeds["fresh"])
-    for late in ("last", "sixth", "seventh", "eighth", "ninth", "tenth"):
+    for late in ("last", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh"):
         assert not seeds[late] & set().union(*(own for split, own in seeds.items() if split != late))
 
 
