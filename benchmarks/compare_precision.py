@@ -42,10 +42,11 @@ def setting(rows: int, positions: int):  # type: ignore[no-untyped-def]
 
 
 def bare(subject, batch, precision: str):  # type: ignore[no-untyped-def]
-    """One fp32 forward and backward, row by row, nothing measured but the gradient."""
+    """One fp32 forward and backward, as many rows at a time as the other side takes; only gradients are measured."""
+    from stability_probe.compare.session import rows_together
     from stability_probe.replay import replay
 
-    return replay(subject, batch, detail=False)
+    return replay(subject, batch, detail=False, microbatch=rows_together(batch))
 
 
 def compare(subject, batch, precision: str):  # type: ignore[no-untyped-def]

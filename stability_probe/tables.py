@@ -347,7 +347,8 @@ def precision_gap(reference: Trace, other: Trace) -> PrecisionGap:
     def gap(losses: Tensor | None) -> float | None:
         return None if losses is None else (losses[valid].double() - want).abs().mean().item()
 
-    first = next((n for n, seen in _in_order(other) if _number(seen.nonfinite) > 0), None)
+    broken = {name: seen.broken_at for name, seen in other.modules.items() if _number(seen.nonfinite) > 0}
+    first = min(broken, key=broken.__getitem__, default=None)
     return PrecisionGap(
         loss=other.loss,
         token_gap=(got - want).abs().mean().item() if got.numel() else math.nan,

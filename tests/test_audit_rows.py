@@ -381,8 +381,11 @@ def test_encoded_text_and_markup() -> None:
         assert encodings.encoded_share(written) == ("escaped bytes", 1.0) and encodings.long_encoded_share(written) == 1
         spaced = " and ".join(one.format(byte) for byte in rng.bytes(400))  # one in an address, say
         assert encodings.encoded_share(spaced)[1] < 0.05
+    assert encodings.encoded_share(base64.b32encode(rng.bytes(2000)).decode())[1] > 0.95
     for healthy in (
         GERMAN,
+        "ACGTTGCAACGT" * 9,
+        "ISO8859CHARSETTABLEENTRYNUMBERTWENTY " * 9,
         "VILLAGE_TRONIC_PICASSO_IV_Z2_RAM1 = 0x1234 " * 9,
         "thisIsAVeryLongCamelCaseIdentifierName " * 9,
     ):

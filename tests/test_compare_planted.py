@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from stability_probe.batches.base import IGNORED, Batch
 from stability_probe.compare.result import Comparison, ModuleError
 from stability_probe.compare.runs import FEW_BLOCKS, blocks_again
-from stability_probe.compare.session import compare_precisions
+from stability_probe.compare.session import compare_precisions, rows_together
 from stability_probe.replay import Subject
 
 transformers = pytest.importorskip("transformers")
@@ -211,6 +211,12 @@ def test_rows_together_or_apart() -> None:
         assert other.introduced_error == pytest.approx(one.introduced_error, rel=1e-4), one.module
 
 
+@pytest.mark.parametrize(("positions", "rows"), [(64, 8), (256, 2), (300, 1), (512, 1), (2048, 1), (0, 512)])
+def test_short_rows_go_through_one_forward_together(positions: int, rows: int) -> None:
+    ids = torch.zeros(2, positions, dtype=torch.long)
+    assert rows_together(Batch(ids, ids)) == rows
+
+
 def test_identical_from_run_to_run() -> None:
     first, second = (compare(llama(2), "nvfp4").precisions["nvfp4"] for _ in range(2))
     assert repr(first.modules) == repr(second.modules)
@@ -268,7 +274,7 @@ def test_of_one_row_the_blocks_that_stand_out_are_sent_back_again() -> None:
     again = {m.module for m in found.modules if math.isfinite(m.grad_introduced_error)}
     assert len(again) == FEW_BLOCKS and "model.layers.9" in again
     assert "gradients of 8 of 12 blocks" in found.notes[0]
-    four = compare(model, "bf16", on=batch(rows=4)).precisions["bf16"]
+    four = compare(model, "bf16", on=batch(rows=4), microbatch=1).precisions["bf16"]
     assert {f"model.layers.{i}" for i in range(12)} < {
         m.module for m in four.modules if math.isfinite(m.grad_introduced_error)
     }

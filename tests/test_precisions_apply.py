@@ -190,3 +190,27 @@ def test_a_module_that_is_not_there_is_refused(tiny: Tiny) -> None:
 def test_loss_scale_option() -> None:
     assert get_precision("fp16:scale=1024").loss_scale == 1024
     assert math.log2(get_precision("fp16-scaled").loss_scale) == 16
+
+
+class Sinusoidal(nn.Module):
+    """A table of positions outside the checkpoint, as XGLM's: loaders rebuild it in the weights' own dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 11)
+        self.register_buffer("table", torch.arange(32.0).reshape(4, 8).sin(), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(ids) + self.table))
+
+
+@pytest.mark.parametrize("name", ["bf16-true", "fp16-true"])
+def test_a_table_in_fp32_is_no_reason_to_refuse_a_norm(name: str) -> None:
+    """The residual stream is promoted to fp32 by the table; torch's layer norm takes one dtype alone."""
+    model, ids = Sinusoidal(), torch.arange(4)[None]
+    expected = model(ids)
+    with get_precision(name).apply(model):
+        found = model(ids)
+    assert found.dtype in (torch.bfloat16, torch.float16)
+    assert (found.float() - expected).norm() < 0.02 * expected.norm()
+    assert all(not part._forward_pre_hooks for part in model.modules())

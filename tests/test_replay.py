@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from stability_probe.batches.base import IGNORED, Batch
 from stability_probe.errors import REPLAY_FAILED, ProbeError
@@ -317,3 +317,27 @@ def test_outputs_of_inference_mode_and_scalars_are_no_obstacle():
 
     trace = replay(Subject.of(Model()), Batch(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[2, 3, 4, IGNORED]])))
     assert math.isfinite(trace.loss) and trace.modules["frozen"].absmax > 0 and "size" not in trace.modules
+
+
+class NormedTwice(nn.Module):
+    """One norm before and after the layer, as nanochat's: its first output is finite, its second is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(8, 4), nn.LayerNorm(4)
+        self.up, self.head = nn.Linear(4, 4), nn.Linear(4, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.norm(self.embed(ids))
+        return self.head(self.norm(self.up(hidden)))
+
+
+def test_the_first_output_that_is_not_finite_counts_and_not_the_first_call_of_its_module():
+    batch = Batch(torch.arange(4)[None], torch.arange(4)[None])
+    subject = Subject.of(NormedTwice())
+    trace = replay(subject, batch)
+    with torch.no_grad():
+        subject.module.up.weight[0, 0] = math.inf
+    gap = precision_gap(trace, replay(subject, batch))
+    assert list(trace.modules).index("norm") < list(trace.modules).index("up")
+    assert gap.first_nonfinite == "up"

@@ -21,6 +21,7 @@ _HIGH_WORD = re.compile("[À-ÖØ-öø-ÿ]{4,}")
 _BLOB = re.compile(r"[A-Za-z0-9+/_=-]{32,}")
 _HEX = re.compile(r"(?<![0-9A-Za-z])(?:[0-9a-f]{4,}|[0-9A-F]{4,})(?![0-9A-Za-z])")
 _BINARY = re.compile("0b[01]+")
+_BASE32 = re.compile("(?:[A-Z2-7]+|[a-z2-7]+)=*")
 # Bytes written out one by one: quoted-printable, percent signs, C strings.
 _ESCAPED = re.compile(r"(?:[=%][0-9A-F]{2}|[=%][0-9a-f]{2}|\\x[0-9a-fA-F]{2}){4,}")
 _SPACE = re.compile(r"\s+")
@@ -34,6 +35,7 @@ REPLACED_SHARE = 0.02
 ENCODED_SHARE = 0.33
 ENCODED_SHARE_SHORT = 0.45  # test vectors in ordinary code fill 0.41 of some rows of 256 tokens
 BLOB_CHANGES = 0.35  # changes between lower, upper and digit per character: base64 0.65, camelCase 0.2–0.3
+BASE32_DIGITS = (0.1, 0.4)  # six of its 32 symbols are digits; names in one case hold fewer, numbers nothing else
 MARKUP_SHARE = 0.3
 
 
@@ -96,6 +98,9 @@ def _is_hex(word: str) -> bool:
 def _is_blob(word: str) -> bool:
     kinds = [2 if char.isdigit() else int(char.isupper()) for char in word if char.isalnum()]
     changes = sum(a != b for a, b in itertools.pairwise(kinds))
+    low, high = BASE32_DIGITS
+    if _BASE32.fullmatch(word) and low * len(word) <= kinds.count(2) <= high * len(word):
+        return True
     return len(set(kinds)) == 3 and changes >= BLOB_CHANGES * len(word)
 
 

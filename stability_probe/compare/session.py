@@ -29,6 +29,9 @@ from stability_probe.precisions.base import Precision
 from stability_probe.progress import Progress, Silent
 from stability_probe.replay import Subject
 
+# Of one forward, where rows are short. More would hold more activations at once and gain little.
+POSITIONS_TOGETHER = 512
+
 
 def compare_precisions(
     subject: Subject,
@@ -37,7 +40,7 @@ def compare_precisions(
     *,
     baseline: Batch | None = None,
     isolated: bool = False,
-    microbatch: int = 1,
+    microbatch: int | None = None,
     optimizer: OptimizerState | None = None,
     lr: float | None = None,
     progress: Progress | None = None,
@@ -48,6 +51,7 @@ def compare_precisions(
         precisions: names as in `get_precision`.
         baseline: a healthy batch; errors that it shows as well are not this batch's.
         isolated: also replay with one block at a time in fp32, and find a set to keep there.
+        microbatch: rows in one forward; by default as many as `rows_together`.
         optimizer, lr: for what bf16 weights make of the step.
 
     Raises:
@@ -63,7 +67,8 @@ def compare_precisions(
         usual = (before[0], before[1][precision.name]) if before else None
         result = _result(subject, batch, reference, lows[precision.name], usual)
         if isolated:
-            result = _isolated(subject, batch, precision, reference, result, microbatch, progress)
+            together = microbatch or rows_together(batch)
+            result = _isolated(subject, batch, precision, reference, result, together, progress)
         results[precision.name] = result
     return Comparison(
         summary=summary(list(results.values())),
@@ -77,10 +82,15 @@ def compare_precisions(
     )
 
 
+def rows_together(batch: Batch) -> int:
+    """Rows that go through one forward: every forward rounds all weights, which is most of the work on short rows."""
+    return max(1, POSITIONS_TOGETHER // max(1, batch.ids_BT.shape[1]))
+
+
 def _measured(
-    subject: Subject, batch: Batch, wanted: list[Precision], microbatch: int, progress: Progress, prefix: str
+    subject: Subject, batch: Batch, wanted: list[Precision], microbatch: int | None, progress: Progress, prefix: str
 ) -> tuple[ReferenceRun, dict[str, LowRun]]:
-    rows = batch.ids_BT.shape[0]
+    rows, microbatch = batch.ids_BT.shape[0], microbatch or rows_together(batch)
     with progress.stage(f"{prefix}fp32", rows) as advance:
         reference = run_reference(subject, batch, wanted, microbatch, advance)
     lows = {}

@@ -180,7 +180,8 @@ def true_dtype(setting: Setting, dtype: torch.dtype) -> Iterator[Fp32Inside]:
     """Weights, activations and gradients in `dtype`.
 
     Parameters and persistent buffers are cast, as a checkpoint saved in `dtype` would hold them. Buffers outside
-    the checkpoint (rotary tables) stay in fp32, as loaders rebuild them. Modules kept in fp32 hand their results
+    the checkpoint (rotary tables) stay in fp32, as loaders rebuild them; what they make of the values is cast where a
+    layer of torch's own would refuse it, since in the run it cannot have been. Modules kept in fp32 hand their results
     back in `dtype`.
     """
     kept = {id(tensor) for module in setting.keep_fp32 for tensor in _stored(module)}
@@ -206,6 +207,9 @@ def true_dtype(setting: Setting, dtype: torch.dtype) -> Iterator[Fp32Inside]:
 
     with ExitStack() as stack:
         stack.enter_context(products(setting.device, dtype))
+        for module in setting.model.modules():
+            if isinstance(module, (nn.Linear, nn.LayerNorm)):
+                stack.callback(module.register_forward_pre_hook(_in_own_dtype).remove)
         for module in setting.keep_fp32:
             stack.enter_context(replaced_forward(module, island))
         try:
@@ -218,6 +222,13 @@ def true_dtype(setting: Setting, dtype: torch.dtype) -> Iterator[Fp32Inside]:
         finally:
             for tensor, data in originals.values():
                 tensor.data = data
+
+
+def _in_own_dtype(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    weight = module.weight
+    if isinstance(weight, Tensor) and any(isinstance(v, Tensor) and v.dtype is torch.float32 for v in args):
+        return tuple(cast_floats(args, weight.dtype)) if weight.dtype in LOW else None
+    return None
 
 
 def _stored(module: nn.Module) -> Iterator[Tensor]:

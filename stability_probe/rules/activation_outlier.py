@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ THRESHOLDS = {
         _HEALTHY,
     ),
     "x_siblings": Threshold(
-        10, "x the same module in the other layers", "with a baseline this only keeps out what all layers do", _HEALTHY
+        3, "x the same module in the other layers", "with a baseline this only keeps out what all layers do", _HEALTHY
     ),
     "alone_x_siblings": Threshold(
         100, "x the same module in the other layers", "without a baseline siblings are all there is; the layer that "
@@ -112,6 +113,13 @@ def _fell(m: Measurements, t: dict[str, Threshold]) -> bool:
     return over >= clear_margin(m, t, "fell") or (steeper and over >= t["fell"].value)
 
 
+def _baseline_fell(m: Measurements, t: dict[str, Threshold]) -> bool:
+    """Whether the baseline batch stands above the log as well: its activations are those of the same fault."""
+    if m.log is None or m.log.usual_loss is None or m.baseline_loss is None:
+        return False
+    return m.baseline_loss - m.log.usual_loss >= clear_margin(m, t, "fell")
+
+
 def _past(row: Record, usual: float, blocks: list[Record], fell: bool, t: dict[str, Threshold]) -> bool:
     over_siblings = times(row["absmax"], usual)
     if is_number(row["baseline_absmax"]):
@@ -127,6 +135,8 @@ def _past(row: Record, usual: float, blocks: list[Record], fell: bool, t: dict[s
 
 def _found(m: Measurements, t: dict[str, Threshold]) -> Iterator[tuple[Record, float]]:
     table = [row for row in records(m.modules) if is_number(row["absmax"])]
+    if _baseline_fell(m, t):
+        table = [{**row, "baseline_absmax": math.nan} for row in table]
     blocks, fell = [row for row in table if row["role"] == "block"], _fell(m, t)
     for row in table:
         same = [
@@ -232,6 +242,26 @@ RULE = Rule(
                 "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05},
             },
             True,
+        ),
+        Case(
+            "one MLP far past its siblings on the baseline batch as well, and both stand above the log",
+            {
+                "modules": _cases.modules({_DOWN: {"absmax": 5000.0, "baseline_absmax": 4800.0, "position": 12}}),
+                "loss": 5.6,
+                "baseline_loss": 5.7,
+                "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05},
+            },
+            True,
+        ),
+        Case(
+            "near miss: the same where the baseline batch costs what the log says",
+            {
+                "modules": _cases.modules({_DOWN: {"absmax": 5000.0, "baseline_absmax": 4800.0, "position": 12}}),
+                "loss": 5.6,
+                "baseline_loss": 3.4,
+                "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05},
+            },
+            False,
         ),
         Case(
             "near miss: one MLP at 20 x its siblings, no baseline",

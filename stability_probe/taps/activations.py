@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,8 @@ class OutputStatistics:
         nonfinite, outside: counts of NaN/Inf and of |x| > 65 504.
         grad_square, grad_absmax: of the gradient of the output, where it is tapped.
         sketch, grad_sketch: for comparison with another precision; None unless asked for.
-        calls: order of the first call, for 'which module came first'.
+        order: of the first call, for 'which module came first'.
+        broken_at: place in its forward of the first output with a NaN or Inf, counted over all tapped outputs.
     """
 
     order: int
@@ -36,6 +38,7 @@ class OutputStatistics:
     position: int = 0
     channel: int = 0
     nonfinite: int = 0
+    broken_at: int = sys.maxsize
     outside: int = 0
     grad_square: Any = 0.0
     grad_absmax: Any = 0.0
@@ -64,6 +67,8 @@ class ActivationTap:
     with_sketch: bool = False
     row: int = 0
     found: dict[str, OutputStatistics] = field(default_factory=dict)
+    # The forward that runs, by its first row, and the outputs seen in it so far.
+    _running: tuple[int, int] = (-1, 0)
     # The latest output: an attention or MLP often returns its last projection's very tensor, read once for both.
     _latest: tuple[Tensor, int, _Reading] | None = None
 
@@ -84,6 +89,7 @@ class ActivationTap:
             if tensor is None or not tensor.is_floating_point() or tensor.numel() == 0 or tensor.dim() == 0:
                 return
             statistics = self.found.setdefault(name, OutputStatistics(order=len(self.found)))
+            self._running = (self.row, self._running[1] + 1 if self._running[0] == self.row else 0)
             # The attention tap listens to every torch function of the forward; our own need not pass it.
             with torch._C.DisableTorchFunction():
                 self._measure(statistics, tensor)
@@ -102,6 +108,8 @@ class ActivationTap:
         statistics.sum_square += reading.square
         statistics.count += flat.numel()
         statistics.nonfinite += reading.nonfinite
+        if reading.nonfinite:  # a module may run twice in one forward, finite at first
+            statistics.broken_at = min(statistics.broken_at, self._running[1])
         statistics.outside += reading.outside
         if reading.absmax > statistics.absmax:  # False for NaN: counted, and located by `nonfinite`
             statistics.absmax = reading.absmax
