@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from stability_probe.batches.base import IGNORED, Batch
+from stability_probe.compare.calls import Call
 from stability_probe.compare.result import Comparison, ModuleError
+from stability_probe.compare.rounding_tap import RoundingTap
 from stability_probe.compare.runs import FEW_BLOCKS, blocks_again
 from stability_probe.compare.session import compare_precisions, rows_together
 from stability_probe.replay import Subject
@@ -215,6 +217,37 @@ def test_rows_together_or_apart() -> None:
 def test_short_rows_go_through_one_forward_together(positions: int, rows: int) -> None:
     ids = torch.zeros(2, positions, dtype=torch.long)
     assert rows_together(Batch(ids, ids)) == rows
+
+
+class Shifted(nn.Module):
+    """An MLP that reads the position before as well."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = mlp.up_proj, mlp.down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(torch.relu(self.up_proj(x + x.roll(1, 1))))
+
+
+def test_an_mlp_is_computed_again_at_fewer_positions_only_where_it_treats_them_apart(monkeypatch) -> None:
+    asked = RoundingTap._is_positionwise
+    found: dict[str, bool] = {}
+
+    def noted(tap: RoundingTap, call: Call) -> bool:
+        found[call.name] = asked(tap, call)
+        return found[call.name]
+
+    model = llama(2)
+    model.model.layers[1].mlp = Shifted(model.model.layers[1].mlp)
+    monkeypatch.setattr(RoundingTap, "_is_positionwise", noted)
+    few = compare(model, "bf16").precisions["bf16"]
+    assert found["model.layers.0.mlp"] and not found["model.layers.1.mlp"]
+    assert not any(part for name, part in found.items() if not name.endswith("mlp"))
+    monkeypatch.setattr(RoundingTap, "_is_positionwise", lambda tap, call: False)
+    everywhere = compare(model, "bf16").precisions["bf16"]
+    for one, other in zip(few.modules, everywhere.modules, strict=True):
+        assert one.introduced_error == pytest.approx(other.introduced_error, rel=0.05), one.module
 
 
 def test_identical_from_run_to_run() -> None:

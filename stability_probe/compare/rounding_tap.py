@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -159,6 +159,7 @@ class RoundingTap:
     modules: dict[str, LowStatistics] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     first_nonfinite: str | None = None
+    _positionwise: dict[str, bool] = field(default_factory=dict)
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -231,21 +232,18 @@ class RoundingTap:
     def _compute_again(self, call: Call, statistics: LowStatistics, output: Tensor, handed_on: bool) -> None:
         made = call
         looked_at = [row for row in range(self.watcher.rows) if (self.watcher.row + row) % ROW_STRIDE == 0]
-        within = bool(looked_at) and len(self.watcher.stack) > 1  # an enclosing module may need all of the output
+        # An enclosing module may need all of the output; one that treats positions alike does not.
+        within = bool(looked_at) and len(self.watcher.stack) > 1 and not self._is_positionwise(self.watcher.stack[-1])
         is_sampled = _treats_positions_alike(call, output)
         if is_sampled and (not within or output.numel() >= LARGE_OUTPUT):
             output, call = _fewer_positions(output, call, 2 * self.stride)
-        self.watcher.paused = True
-        try:
-            with ExitStack() as stack:
-                stack.enter_context(fp32_inside(call.module))
-                if not _is_torchs_own(call):
-                    stack.enter_context(PureFloat32())
-                own = float_tensors(_again(call, self._frozen(call, statistics)))
-                has_whole = looked_at and call.depth == 1 and self.watcher.stack
-                whole = float_tensors(_again(call, _remembered)) if has_whole else []
-        finally:
-            self.watcher.paused = False
+        has_whole = looked_at and call.depth == 1 and bool(self.watcher.stack)
+        asked, answered, step = call, output, self.stride
+        if has_whole and self._is_positionwise(call):
+            (answered, asked), step = _fewer_positions(output, call, 2 * self.stride), 1
+        with self._in_fp32(call.module, pure=not _is_torchs_own(call)):
+            own = float_tensors(_again(call, self._frozen(call, statistics)))
+            whole = float_tensors(_again(asked, _remembered)) if has_whole else []
         if not handed_on:
             sums = statistics.own.setdefault("output", ErrorSums())
             # A linear layer was computed at the counted positions alone, or because the enclosing module needs all.
@@ -253,10 +251,38 @@ class RoundingTap:
             _add(sums, output, own, stride if call is made else 1)
         if whole:
             statistics.whole = statistics.whole or ErrorSums()
-            rows = looked_at if output.shape[0] == self.watcher.rows else slice(None)
-            _add(statistics.whole, output[rows], [values[rows] for values in whole[:1]], self.stride)
+            rows = looked_at if answered.shape[0] == self.watcher.rows else slice(None)
+            _add(statistics.whole, answered[rows], [values[rows] for values in whole[:1]], step)
         if within and call is made and call.depth == 0 and own and own[0].shape == output.shape:
             made.reference = own
+
+    @contextmanager
+    def _in_fp32(self, module: nn.Module, pure: bool = True) -> Iterator[None]:
+        self.watcher.paused = True
+        try:
+            with fp32_inside(module), PureFloat32() if pure else nullcontext():
+                yield
+        finally:
+            self.watcher.paused = False
+
+    @torch.no_grad()
+    def _is_positionwise(self, call: Call) -> bool:
+        """Whether an MLP makes of a position what it makes of it among others: tried once, on its first positions."""
+        if call.name not in self._positionwise:
+            self._positionwise[call.name] = call.name in self.subject.anatomy.mlps and self._keeps_apart(call)
+        return self._positionwise[call.name]
+
+    def _keeps_apart(self, call: Call) -> bool:
+        values = call.args[0] if len(call.args) == 1 and not call.kwargs else None
+        if not isinstance(values, Tensor) or values.dim() != 3:
+            return False
+        few = values[:1, :POSITIONS_TRIED].detach().float()
+        try:
+            with self._in_fp32(call.module):
+                together, apart = (float_tensors(call.module.forward(x))[0] for x in (few, few[:, ::2]))
+        except Exception:  # noqa: BLE001  somebody's own module, that wants all of its positions
+            return False
+        return together.shape == few.shape and torch.allclose(together[:, ::2], apart, rtol=1e-3, atol=1e-5)
 
     def _frozen(self, call: Call, statistics: LowStatistics) -> Replacement:
         """Inner modules return what they returned; what they are now called with is compared with what it was."""
@@ -286,6 +312,7 @@ Replacement = Callable[[list[Call], Callable[..., Any]], Callable[..., Any]]
 # Whether a module amplifies what its inner modules round is looked at in every fourth row, whatever the rows are
 # grouped in: that needs the inner modules at all positions.
 ROW_STRIDE = 4
+POSITIONS_TRIED = 8
 LARGE_OUTPUT = 2**22  # elements; only heads have so many, and no module that is computed again needs theirs
 
 
