@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -261,28 +261,18 @@ def readings_before(bench: Bench) -> Reading:
 
 def judge_trials(suspect: Suspect, trials: list[Trial], before: Reading, bench: Bench) -> Judged:
     """The best explained share over the suspect's trials and the measures it is judged on."""
-    records, shares, joint, problems = [], [], [], []
-    for trial in (t for t in trials if t.suspect is suspect):
-        if trial.reading is None:
-            problems.append(trial.problem)
-            continue
-        for measure, after in trial.reading.items():
-            if measure not in suspect.measures or measure not in before:
-                continue
-            if measure == "nonfinite" and (before[measure] == 0.0 or not shows_in(trial, bench)):
-                continue
-            start = before[measure]
-            if trial.held is not None:
-                if trial.held.reading is None or measure != "loss":
-                    continue
-                start = trial.held.reading["loss"]
-            reference = reference_for(measure, trial, trials, before, bench)
+    own = [trial for trial in trials if trial.suspect is suspect]
+    ran = [(trial, trial.reading) for trial in own if trial.reading is not None]
+    records, alone, joint = [], [], []
+    for trial, reading in ran:
+        for measure, start in _starts(trial, before, bench):
+            after, reference = reading[measure], reference_for(measure, trial, trials, before, bench)
             share = explained_share(measure, start, after, reference, bench, trial.of_the_data)
             if share is not None and does_harm(trial, before):
                 share = 0.0
             records.append(_record(trial, measure, start, after, reference, share))
             if trial.held is None:
-                shares.append(share)
+                alone.append(share)
             elif trial.counts and share:
                 gained = share_of(start - after, before["loss"], reference)
                 joint.append(min(gained, share_of(before["loss"] - after, before["loss"], reference) / 2))
@@ -290,16 +280,26 @@ def judge_trials(suspect: Suspect, trials: list[Trial], before: Reading, bench: 
         if trial.reading is not None:  # the other repair is worth nothing without this one: half of both is this one's
             after = trial.reading["loss"]
             reference = reference_for("loss", trial, trials, before, bench)
-            shares.append(share_of(before["loss"] - after, before["loss"], reference) / 2)
-    alone = max((share for share in shares if share is not None), default=0.0)
-    on_top = bool(joint) and max(joint) > alone
-    shares += joint
-    known = [share for share in shares if share is not None]
-    explained = max(known) if known else None
-    untested = "; ".join(dict.fromkeys(problems)) if not records else ""
-    ran = [trial for trial in trials if trial.suspect is suspect and trial.reading is not None and trial.counts]
-    needed = bool(ran) and all(does_harm(trial, before) for trial in ran)
-    return Judged(suspect, explained, tuple(records), untested, needed, on_top)
+            alone.append(share_of(before["loss"] - after, before["loss"], reference) / 2)
+    known = [share for share in alone if share is not None]
+    on_top = bool(joint) and max(joint) > max(known, default=0.0)
+    untested = "" if records else "; ".join(dict.fromkeys(trial.problem for trial in own if trial.reading is None))
+    counted = [trial for trial, _ in ran if trial.counts]
+    needed = bool(counted) and all(does_harm(trial, before) for trial in counted)
+    return Judged(suspect, max([*known, *joint], default=None), tuple(records), untested, needed, on_top)
+
+
+def _starts(trial: Trial, before: Reading, bench: Bench) -> Iterator[tuple[Measure, float]]:
+    """The measures that a trial is judged on, each as it was without it; on top of another repair, the loss alone."""
+    for measure in trial.reading or {}:
+        if measure not in trial.suspect.measures or measure not in before:
+            continue
+        if measure == "nonfinite" and (before[measure] == 0.0 or not shows_in(trial, bench)):
+            continue
+        if trial.held is None:
+            yield measure, before[measure]
+        elif trial.held.reading is not None and measure == "loss":
+            yield measure, trial.held.reading["loss"]
 
 
 def shows_in(trial: Trial, bench: Bench) -> bool:
