@@ -466,7 +466,11 @@ def status_of(item: Judged) -> Status | None:
 
 
 def rank(judged: list[Judged], order: dict[str, int]) -> list[tuple[Ranked, Suspect]]:
-    """Named causes, the first one first: one entry per rule, by explained share, ties by causal order."""
+    """Named causes, the first one first: one entry per rule, by explained share, ties by causal order.
+
+    Where the run's precision is not finite, what makes it so stands before what explains the gradient norm alone: two
+    tensors that undo each other change nothing else.
+    """
     best: dict[str, tuple[Status, Judged]] = {}
     for item in judged:
         status = status_of(item)
@@ -475,9 +479,7 @@ def rank(judged: list[Judged], order: dict[str, int]) -> list[tuple[Ranked, Susp
         known = best.get(item.suspect.cause)
         if known is None or _weight(status, item) > _weight(*known):
             best[item.suspect.cause] = (status, item)
-    # Two tensors that undo each other change the gradient norm and nothing else: where the run's precision is not
-    # finite, that is what broke.
-    broken = any(status == "confirmed" and _judged_on(item) == "nonfinite" for status, item in best.values())
+    broken = any(status == "confirmed" and "nonfinite" in _measures_explained(item) for status, item in best.values())
     entries = sorted(best.values(), key=lambda entry: _sort_key(entry[0], entry[1], order, broken))
     proved = any(status in ("decisive", "confirmed") and not item.suspect.last_resort for status, item in entries)
     kept = [(status, item) for status, item in entries if not (proved and item.suspect.last_resort)]
@@ -491,10 +493,8 @@ def _weight(status: Status, item: Judged) -> tuple[float, float, float]:
     return (_STRENGTH[status], item.explained or 0.0, item.suspect.strength)
 
 
-def _judged_on(item: Judged) -> str | None:
-    """The measure of which the suspect's best repair explains its share."""
-    best = max(item.records, key=lambda record: record.explained or 0.0, default=None)
-    return None if best is None else best.measure
+def _measures_explained(item: Judged) -> set[str]:
+    return {record.measure for record in item.records if (record.explained or 0.0) >= LIKELY}
 
 
 def _sort_key(
@@ -508,7 +508,7 @@ def _sort_key(
     if status == "likely" and item.explained is None and item.suspect.latent:
         strength = _STRENGTH["latent"]  # an untested suspicion is no better founded than a danger that stands higher
     # A statement about the batch never hides a defect, not even a latent one.
-    of_the_norm = broken and _judged_on(item) == "grad_norm"
+    of_the_norm = broken and _measures_explained(item) == {"grad_norm"}
     place = order.get(item.suspect.cause, 9999)
     return (item.suspect.last_resort, -strength, item.on_top, of_the_norm, band, place)
 
@@ -528,7 +528,7 @@ def verdict_of(
 ) -> Verdict:
     """The first of the ranked causes; else `unexplained` where an excess is left, else `none`."""
     entries = [entry for entry, _ in ranked]
-    sigmas = SHIFT_SIGMAS if any(suspect.last_resort for _, suspect in ranked) else LOG_SIGMAS
+    sigmas = SHIFT_SIGMAS if ranked and ranked[0][1].last_resort else LOG_SIGMAS
     is_known = any(e.status in ("decisive", "confirmed", "likely") for e in entries)
     left = "" if is_known else unexplained_excess(bench, sigmas)
     if left and not any(entry.status == "unconfirmed" for entry in entries):

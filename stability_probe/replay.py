@@ -287,6 +287,11 @@ def _replay_rows(
             _look_at_logits(logits_BTV.detach(), targets, log_z.detach(), rows, trace)
 
 
+def widths(batch: Batch) -> list[int]:
+    """Positions of each row that go through the forward."""
+    return [_cut(batch, rows)[0].shape[1] for rows in _groups(batch.ids_BT.shape[0], 1)]
+
+
 def _cut(batch: Batch, rows: range) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The rows without the right padding that holds no target."""
     pick = slice(rows.start, rows.stop)

@@ -353,16 +353,12 @@ def precision_gap(reference: Trace, other: Trace) -> PrecisionGap:
         loss=other.loss,
         token_gap=(got - want).abs().mean().item() if got.numel() else math.nan,
         global_grad_norm=math.nan if other.global_grad_norm is None else other.global_grad_norm,
-        nonfinite=int((~got.isfinite()).sum()) + sum(int(_number(s.nonfinite)) for _, s in _in_order(other)),
+        nonfinite=int((~got.isfinite()).sum()) + sum(int(_number(s.nonfinite)) for s in other.modules.values()),
         first_nonfinite=first,
         rounding_gap=gap(reference.rounding_loss_BT),
         recentred_gap=gap(reference.recentred_loss_BT),
         grad_relative_error=_gradient_error(reference, other),
     )
-
-
-def _in_order(trace: Trace) -> list[tuple[str, Any]]:
-    return sorted(trace.modules.items(), key=lambda item: item[1].order)
 
 
 def _gradient_error(reference: Trace, other: Trace) -> float | None:

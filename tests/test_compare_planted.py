@@ -219,6 +219,14 @@ def test_short_rows_go_through_one_forward_together(positions: int, rows: int) -
     assert rows_together(Batch(ids, ids)) == rows
 
 
+def test_rows_of_different_length_go_one_by_one() -> None:
+    """Together the shorter would keep its padding, and errors there are nobody's."""
+    ids = torch.zeros(2, 64, dtype=torch.long)
+    targets = ids.clone()
+    targets[1, 40:] = IGNORED
+    assert rows_together(Batch(ids, targets, mask_BT=targets != IGNORED)) == 1
+
+
 class Shifted(nn.Module):
     """An MLP that reads the position before as well."""
 
@@ -228,6 +236,25 @@ class Shifted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(torch.relu(self.up_proj(x + x.roll(1, 1))))
+
+
+class Keeping(nn.Module):
+    """An MLP that keeps what it was given on itself."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = mlp.up_proj, mlp.down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x
+        return self.down_proj(torch.relu(self.up_proj(x))) + 0.1 * self.kept
+
+
+def test_an_mlp_is_not_tried_in_the_middle_of_its_own_forward() -> None:
+    model = llama(2)
+    model.model.layers[1].mlp = Keeping(model.model.layers[1].mlp)
+    found = compare(model, "bf16").precisions["bf16"]
+    assert not any("could not" in note for note in found.notes)
 
 
 def test_an_mlp_is_computed_again_at_fewer_positions_only_where_it_treats_them_apart(monkeypatch) -> None:

@@ -186,6 +186,16 @@ def test_spacing_and_ties() -> None:
     assert unresolved(logits, BF16).tolist() == [True, False]
 
 
+def test_what_is_left_out_does_not_depend_on_the_layout() -> None:
+    low, reference = torch.randn(4, 6, 70), torch.randn(4, 6, 70)
+    low[1, 2, 7] = math.inf
+    sums, turned = ErrorSums(), ErrorSums()
+    sums.add(low, reference)
+    turned.add(low.transpose(0, 1).contiguous().transpose(0, 1), reference)
+    assert math.isfinite(sums.outward) and turned.outward == pytest.approx(sums.outward)
+    assert turned.relative == pytest.approx(sums.relative)
+
+
 def test_update_survival_against_a_loop() -> None:
     torch.manual_seed(0)
     weight, update = torch.randn(500), torch.full((500,), 1e-3)

@@ -226,19 +226,21 @@ def test_harder_text_is_a_statement_up_to_where_a_run_would_call_it_a_spike(sigm
     bench = bench_of(loss=loss, trace_loss=loss, log={"usual_loss": usual, "step": 10, "loss_spread": 0.15})
     judged = [Judged(suspect("data-shift", latent=True, last_resort=True), None, ())]
     assert verdict_of(rank(judged, ORDER), judged, RULES, bench, []).cause == cause
+    judged.append(Judged(suspect("attention-logit-growth", latent=True), None, ()))
+    assert verdict_of(rank(judged, ORDER), judged, RULES, bench, []).cause == "unexplained"
 
 
 def test_what_changes_the_gradient_alone_does_not_stand_before_what_makes_numbers_finite_again():
     """A tensor times 2e6 and the next one divided by it: the loss is as it was, and fp16 overflows between them."""
     tensor, overflow = suspect("corrupt-weights"), suspect("fp16-overflow")
 
-    def judged(who, measure):
-        record = InterventionRecord("", who.cause, "", measure, 1.0, 0.0, 0.0, 1.0)
-        return Judged(who, 1.0, (record,))
+    def judged(who, *measures):
+        records = (InterventionRecord("", who.cause, "", measure, 1.0, 0.0, 0.0, 1.0) for measure in measures)
+        return Judged(who, 1.0, tuple(records))
 
     by_norm, finite_again = judged(tensor, "grad_norm"), judged(overflow, "nonfinite")
     assert [entry.cause for entry, _ in rank([by_norm, finite_again], ORDER)] == ["fp16-overflow", "corrupt-weights"]
-    by_loss = judged(tensor, "loss")
+    by_loss = judged(tensor, "grad_norm", "loss")
     assert [entry.cause for entry, _ in rank([by_loss, finite_again], ORDER)] == ["corrupt-weights", "fp16-overflow"]
 
 

@@ -216,6 +216,8 @@ def test_an_input_that_stands_out_is_held_and_the_hook_leaves():
     assert all(channels[3] <= channels.sort().values[channels.numel() // 2] for channels in seen)
     assert not part._forward_pre_hooks
     assert trial("clamp_largest_input", bench, module=name)["loss"] == hurt
+    with clamped_largest_input(part):
+        assert part(torch.zeros(0, part.in_features)).shape == (0, part.out_features)  # an expert without tokens
 
 
 def test_a_model_without_rotary_positions_has_no_theta_to_change():

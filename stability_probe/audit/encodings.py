@@ -96,11 +96,11 @@ def _is_hex(word: str) -> bool:
 
 
 def _is_blob(word: str) -> bool:
+    low, high = BASE32_DIGITS
+    if _BASE32.fullmatch(word) and low * len(word) <= sum(map(str.isdigit, word)) <= high * len(word):
+        return True
     kinds = [2 if char.isdigit() else int(char.isupper()) for char in word if char.isalnum()]
     changes = sum(a != b for a, b in itertools.pairwise(kinds))
-    low, high = BASE32_DIGITS
-    if _BASE32.fullmatch(word) and low * len(word) <= kinds.count(2) <= high * len(word):
-        return True
     return len(set(kinds)) == 3 and changes >= BLOB_CHANGES * len(word)
 
 

@@ -55,7 +55,7 @@ class ErrorSums:
     def add(self, low: Tensor, reference: Tensor) -> None:
         """Count one output; mask fills and values that are not finite are left out."""
         reference = reference.detach().contiguous()
-        error = low.detach().float() - reference
+        error = (low.detach().float() - reference).contiguous()  # of one layout: what is taken of it is a view
         self.count += error.numel()
         some = _some_channels(error)
         self.sampled += some.numel()
@@ -142,8 +142,8 @@ class RoundingTap:
     """Hooks for one replay in a low precision, and what they saw.
 
     Attributes:
-        stride: of the positions that are counted; of a linear layer, which treats positions alike, half of those are,
-            and no other is computed where nothing else needs it.
+        stride: of the positions that are counted; of a linear layer or an MLP, which treat positions alike, half of
+            those are, and no other is computed where nothing else needs it.
         outputs, gradients: as in `ReferencePass`.
         modules: by name.
         failed: modules that could not be computed again, with the reason.
@@ -163,7 +163,7 @@ class RoundingTap:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        self.watcher = CallWatcher(self._left)
+        self.watcher = CallWatcher(self._left, entered=self._entered)
         with self.watcher.on(self.subject.module), self.backward.on(self.subject.module):
             yield
 
@@ -181,6 +181,12 @@ class RoundingTap:
             for block, error in errors.items():
                 found[block] = max(found.get(block, 0.0), error / usual if usual > 0 else 0.0)
         return found
+
+    @without_modes
+    def _entered(self, call: Call) -> None:
+        # Before its own forward, in which it may keep what it needs later on itself.
+        if call.name in self.subject.anatomy.mlps and call.name not in self._positionwise:
+            self._positionwise[call.name] = _is_plain(call) and self._keeps_apart(call)
 
     @without_modes
     def _left(self, call: Call) -> None:
@@ -238,21 +244,19 @@ class RoundingTap:
         if is_sampled and (not within or output.numel() >= LARGE_OUTPUT):
             output, call = _fewer_positions(output, call, 2 * self.stride)
         has_whole = looked_at and call.depth == 1 and bool(self.watcher.stack)
-        asked, answered, step = call, output, self.stride
-        if has_whole and self._is_positionwise(call):
-            (answered, asked), step = _fewer_positions(output, call, 2 * self.stride), 1
         with self._in_fp32(call.module, pure=not _is_torchs_own(call)):
             own = float_tensors(_again(call, self._frozen(call, statistics)))
-            whole = float_tensors(_again(asked, _remembered)) if has_whole else []
+            whole = self._throughout(call, output) if has_whole else None
         if not handed_on:
             sums = statistics.own.setdefault("output", ErrorSums())
             # A linear layer was computed at the counted positions alone, or because the enclosing module needs all.
             stride = 2 * self.stride if is_sampled else self.stride
             _add(sums, output, own, stride if call is made else 1)
-        if whole:
+        if whole is not None and whole[1]:
             statistics.whole = statistics.whole or ErrorSums()
-            rows = looked_at if answered.shape[0] == self.watcher.rows else slice(None)
-            _add(statistics.whole, answered[rows], [values[rows] for values in whole[:1]], step)
+            low, again, step = whole
+            rows = looked_at if low.shape[0] == self.watcher.rows else slice(None)
+            _add(statistics.whole, low[rows], [values[rows] for values in again[:1]], step)
         if within and call is made and call.depth == 0 and own and own[0].shape == output.shape:
             made.reference = own
 
@@ -265,18 +269,20 @@ class RoundingTap:
         finally:
             self.watcher.paused = False
 
-    @torch.no_grad()
-    def _is_positionwise(self, call: Call) -> bool:
-        """Whether an MLP makes of a position what it makes of it among others: tried once, on its first positions."""
-        if call.name not in self._positionwise:
-            self._positionwise[call.name] = call.name in self.subject.anatomy.mlps and self._keeps_apart(call)
-        return self._positionwise[call.name]
+    def _throughout(self, call: Call, output: Tensor) -> tuple[Tensor, list[Tensor], int]:
+        """What the module gave, what it gives with all inside it in fp32, and the stride still to be taken in both."""
+        step = self.stride
+        if self._is_positionwise(call):
+            (output, call), step = _fewer_positions(output, call, 2 * self.stride), 1
+        return output, float_tensors(_again(call, _remembered)), step
 
+    def _is_positionwise(self, call: Call) -> bool:
+        return self._positionwise.get(call.name, False) and _is_plain(call)
+
+    @torch.no_grad()
     def _keeps_apart(self, call: Call) -> bool:
-        values = call.args[0] if len(call.args) == 1 and not call.kwargs else None
-        if not isinstance(values, Tensor) or values.dim() != 3:
-            return False
-        few = values[:1, :POSITIONS_TRIED].detach().float()
+        """Whether an MLP makes of a position what it makes of it among others, on its first positions."""
+        few = call.args[0][:1, :POSITIONS_TRIED].detach().float()
         try:
             with self._in_fp32(call.module):
                 together, apart = (float_tensors(call.module.forward(x))[0] for x in (few, few[:, ::2]))
@@ -321,12 +327,17 @@ def _is_torchs_own(call: Call) -> bool:
     return call.depth == 0 and type(call.module).__module__.startswith("torch.nn.")
 
 
+def _is_plain(call: Call) -> bool:
+    """Called with one (rows, positions, channels) alone."""
+    return len(call.args) == 1 and not call.kwargs and isinstance(call.args[0], Tensor) and call.args[0].dim() == 3
+
+
 def _treats_positions_alike(call: Call, output: Tensor) -> bool:
     return type(call.module) is nn.Linear and output.dim() == 3 and len(call.args) == 1 and not call.kwargs
 
 
 def _fewer_positions(output: Tensor, call: Call, stride: int) -> tuple[Tensor, Call]:
-    """A linear layer's call on the positions that are counted."""
+    """The call of a module that treats positions apart, on those that are counted."""
     return output[:, ::stride], dataclasses.replace(call, args=(call.args[0][:, ::stride],))
 
 

@@ -27,7 +27,7 @@ from stability_probe.compare.verdict import culprits, explained_share, judge, su
 from stability_probe.precisions import get_precision
 from stability_probe.precisions.base import Precision
 from stability_probe.progress import Progress, Silent
-from stability_probe.replay import Subject
+from stability_probe.replay import Subject, widths
 
 # Of one forward, where rows are short. More would hold more activations at once and gain little.
 POSITIONS_TOGETHER = 512
@@ -83,7 +83,12 @@ def compare_precisions(
 
 
 def rows_together(batch: Batch) -> int:
-    """Rows that go through one forward: every forward rounds all weights, which is most of the work on short rows."""
+    """Rows that go through one forward: every forward rounds all weights, which is most of the work on short rows.
+
+    One where rows differ in length: together they would keep the padding that is cut off each.
+    """
+    if len(set(widths(batch))) > 1:
+        return 1
     return max(1, POSITIONS_TOGETHER // max(1, batch.ids_BT.shape[1]))
 
 

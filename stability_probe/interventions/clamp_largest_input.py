@@ -38,6 +38,8 @@ def clamped_largest_input(part: nn.Module) -> Iterator[None]:
     def hook(_module: nn.Module, args: tuple[Any, ...]) -> Any:
         if not args:  # called by keyword: the replay fails here, rather than pass for one with a repair
             raise TypeError("a projection that is called by keyword")
+        if not args[0].numel():  # an expert that no token was sent to
+            return None
         largest_C = args[0].detach().abs().flatten(0, -2).amax(0)
         limits_C = torch.full_like(largest_C, math.inf)
         limits_C[largest_C.argmax()] = largest_C.median()

@@ -208,7 +208,7 @@ def true_dtype(setting: Setting, dtype: torch.dtype) -> Iterator[Fp32Inside]:
     with ExitStack() as stack:
         stack.enter_context(products(setting.device, dtype))
         for module in setting.model.modules():
-            if isinstance(module, (nn.Linear, nn.LayerNorm)):
+            if type(module) in (nn.Linear, nn.LayerNorm):  # others may mean it, and do their own casting
                 stack.callback(module.register_forward_pre_hook(_in_own_dtype).remove)
         for module in setting.keep_fp32:
             stack.enter_context(replaced_forward(module, island))

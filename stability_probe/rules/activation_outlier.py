@@ -120,31 +120,36 @@ def _baseline_fell(m: Measurements, t: dict[str, Threshold]) -> bool:
     return m.baseline_loss - m.log.usual_loss >= clear_margin(m, t, "fell")
 
 
-def _past(row: Record, usual: float, blocks: list[Record], fell: bool, t: dict[str, Threshold]) -> bool:
-    over_siblings = times(row["absmax"], usual)
-    if is_number(row["baseline_absmax"]):
-        if not row["absmax"] >= t["x_baseline"].value * row["baseline_absmax"]:
-            return False
-        return not is_number(usual) or over_siblings >= t["x_siblings"].value
+def _past_baseline(row: Record, usual: float, t: dict[str, Threshold]) -> bool:
+    if not row["absmax"] >= t["x_baseline"].value * row["baseline_absmax"]:
+        return False
+    return not is_number(usual) or times(row["absmax"], usual) >= t["x_siblings"].value
+
+
+def _past_siblings(row: Record, usual: float, blocks: list[Record], fell: bool, t: dict[str, Threshold]) -> bool:
     if row["role"] in ("block", "norm", "embedding", "head") or row["position"] == 0:
         return False
     # A massive activation that the model is used to costs nothing; beside a rise in the log the repair will tell.
     excused = _shared_later(row, blocks) and not fell
-    return usual > 0 and over_siblings >= t["alone_x_siblings"].value and not excused
+    return usual > 0 and times(row["absmax"], usual) >= t["alone_x_siblings"].value and not excused
 
 
 def _found(m: Measurements, t: dict[str, Threshold]) -> Iterator[tuple[Record, float]]:
+    """Modules past the limits with what their siblings have; without a baseline value where only these told."""
     table = [row for row in records(m.modules) if is_number(row["absmax"])]
-    if _baseline_fell(m, t):
-        table = [{**row, "baseline_absmax": math.nan} for row in table]
-    blocks, fell = [row for row in table if row["role"] == "block"], _fell(m, t)
+    blocks, fell, baseline_fell = [row for row in table if row["role"] == "block"], _fell(m, t), _baseline_fell(m, t)
     for row in table:
         same = [
             other["absmax"] for other in table if other is not row and _kind(other["module"]) == _kind(row["module"])
         ]
         usual = median(same)
-        if row["role"] != "head" and _past(row, usual, blocks, fell, t):
+        if row["role"] == "head":
+            continue
+        has_baseline = is_number(row["baseline_absmax"])
+        if has_baseline and _past_baseline(row, usual, t):
             yield row, usual
+        elif (baseline_fell or not has_baseline) and _past_siblings(row, usual, blocks, fell, t):
+            yield {**row, "baseline_absmax": math.nan}, usual
 
 
 def examine(m: Measurements, t: dict[str, Threshold]) -> list[Suspect]:
@@ -249,6 +254,16 @@ RULE = Rule(
                 "modules": _cases.modules({_DOWN: {"absmax": 5000.0, "baseline_absmax": 4800.0, "position": 12}}),
                 "loss": 5.6,
                 "baseline_loss": 5.7,
+                "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05},
+            },
+            True,
+        ),
+        Case(
+            "one MLP at 62 x the baseline batch, which is somewhat dear itself",
+            {
+                "modules": _cases.modules({_DOWN: {"absmax": 500.0, "baseline_absmax": 8.0, "position": 12}}),
+                "loss": 5.6,
+                "baseline_loss": 4.3,
                 "log": {"step": 400, "usual_loss": 3.4, "loss_spread": 0.05},
             },
             True,

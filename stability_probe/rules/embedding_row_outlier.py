@@ -113,7 +113,7 @@ def _suspect(parameter: str, odd: list[Record], t: dict[str, Threshold]) -> Susp
         # The first norm divides a row of zeros by its epsilon: every batch that uses it gets that gradient.
         latent=ratio >= t["latent"].value or any(row["norm"] == 0.0 for row in odd),
         # Nothing brings an erased row back: the median norm in some direction may well cost more than zeros.
-        exact=any(row["norm"] == 0.0 for row in odd),
+        exact=worst["norm"] == 0.0,
     )  # fmt: skip
 
 
