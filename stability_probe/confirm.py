@@ -637,7 +637,7 @@ def _healthy_summary(bench: Bench) -> str:
     m = bench.measurements
     against = []
     if m.baseline_loss is not None:
-        scatter = f", from which rows that scatter so may stand {_batch_margin(m):.1f} nats off"
+        scatter = f" ± {_batch_margin(m):.1f} by the scatter of the rows"
         against.append(f"baseline {m.baseline_loss:.3f}{scatter if m.loss - m.baseline_loss > ORDINARY else ''}")
     if m.log is not None and m.log.usual_loss is not None:
         against.append(f"log {m.log.usual_loss:.3f}")
