@@ -216,7 +216,7 @@ def sampled_rows(n_rows: int, microbatch: int) -> frozenset[int]:
     """First rows of the forwards whose backward is computed again: one forward in four, evenly spaced.
 
     The fp32 forward and backward of a block costs as much as the replay itself; a quarter of it is what is affordable:
-    the comparison in bf16 takes 3.1 times one bare fp32 forward and backward with it, on a CPU without bf16
+    the comparison in bf16 takes 3.0 times one bare fp32 forward and backward with it, on a CPU without bf16
     instructions (benchmarks/compare_precision.py, 4 × 512 tokens of SmolLM2-135M).
     """
     starts = list(range(0, n_rows, microbatch))
