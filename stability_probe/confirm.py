@@ -20,6 +20,7 @@ from stability_probe.errors import ProbeError
 from stability_probe.interventions.bench import Bench, CannotRun, Reading, reading_of, repaired_reading, tried
 from stability_probe.judge import Measure, Plan, Rule, Suspect
 from stability_probe.measure import Measurements
+from stability_probe.runlogs.facts import SPIKE_SIGMAS
 from stability_probe.schema import InterventionRecord, Outcome, Ranked, Remedy, Status, Verdict
 
 CONFIRMED = 0.5
@@ -57,9 +58,6 @@ HARM = 0.1
 # Of the logged loss's own scatter, by which one batch may stand above it. Not the six of a rule that skips steps
 # unasked in a run of a million: here one step is looked at because it was odd.
 LOG_SIGMAS = 4
-# Where every row is harder, well formed and of ordinary gradient, another text is the likelier reading up to where long
-# runs call it a spike: OLMo-core skips a step at 6 standard deviations over 128 steps.
-SHIFT_SIGMAS = 6
 # Nats above the baseline batch that no ordinary text of the same run costs: healthy tables, code, chats and rare
 # languages were up to 2.7 dearer than a model's own text, and are known as data-shift; what is left over is not.
 FAR = 1.5
@@ -528,7 +526,9 @@ def verdict_of(
 ) -> Verdict:
     """The first of the ranked causes; else `unexplained` where an excess is left, else `none`."""
     entries = [entry for entry, _ in ranked]
-    sigmas = SHIFT_SIGMAS if ranked and ranked[0][1].last_resort else LOG_SIGMAS
+    # Where every row is harder, well formed and of ordinary gradient, another text is the likelier reading up to where
+    # long runs call it a spike.
+    sigmas = SPIKE_SIGMAS if ranked and ranked[0][1].last_resort else LOG_SIGMAS
     is_known = any(e.status in ("decisive", "confirmed", "likely") for e in entries)
     left = "" if is_known else unexplained_excess(bench, sigmas)
     if left and not any(entry.status == "unconfirmed" for entry in entries):

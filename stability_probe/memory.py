@@ -18,8 +18,8 @@ class Heap:
 
     Activations that are freed between others that live on leave holes, and a replay with measurements leaves other
     holes than one without: resident memory grows by half over a few rows (benchmarks/compare_precision.py). Pages that
-    were handed back cost their time when they are touched again, up to a fifth of a short row's replay: so it is done
-    only once resident memory is a twentieth above what the first forward left.
+    were handed back cost their time when they are touched again, so it is done only once resident memory is a twentieth
+    above what the first forward left.
     """
 
     usual: int | None = None

@@ -240,7 +240,7 @@ class RoundingTap:
         looked_at = [row for row in range(self.watcher.rows) if (self.watcher.row + row) % ROW_STRIDE == 0]
         # An enclosing module may need all of the output; one that treats positions alike does not.
         within = bool(looked_at) and len(self.watcher.stack) > 1 and not self._is_positionwise(self.watcher.stack[-1])
-        is_sampled = _treats_positions_alike(call, output)
+        is_sampled = _treats_positions_alike(call)
         if is_sampled and (not within or output.numel() >= LARGE_OUTPUT):
             output, call = _fewer_positions(output, call, 2 * self.stride)
         has_whole = looked_at and call.depth == 1 and bool(self.watcher.stack)
@@ -332,8 +332,8 @@ def _is_plain(call: Call) -> bool:
     return len(call.args) == 1 and not call.kwargs and isinstance(call.args[0], Tensor) and call.args[0].dim() == 3
 
 
-def _treats_positions_alike(call: Call, output: Tensor) -> bool:
-    return type(call.module) is nn.Linear and output.dim() == 3 and len(call.args) == 1 and not call.kwargs
+def _treats_positions_alike(call: Call) -> bool:
+    return type(call.module) is nn.Linear and _is_plain(call)
 
 
 def _fewer_positions(output: Tensor, call: Call, stride: int) -> tuple[Tensor, Call]:

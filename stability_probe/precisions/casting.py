@@ -224,11 +224,9 @@ def true_dtype(setting: Setting, dtype: torch.dtype) -> Iterator[Fp32Inside]:
                 tensor.data = data
 
 
-def _in_own_dtype(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    weight = module.weight
-    if isinstance(weight, Tensor) and any(isinstance(v, Tensor) and v.dtype is torch.float32 for v in args):
-        return tuple(cast_floats(args, weight.dtype)) if weight.dtype in LOW else None
-    return None
+def _in_own_dtype(module: nn.Module, args: tuple[Any, ...]) -> Any:
+    weight: Any = module.weight
+    return cast_floats(args, weight.dtype) if is_low(weight) else None
 
 
 def _stored(module: nn.Module) -> Iterator[Tensor]:
